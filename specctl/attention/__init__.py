@@ -1,0 +1,50 @@
+"""Attention backends. A model asks `attend(layer, q, k, v)` and does not know how, or where, it is done.
+
+choose() resolves --attention once; nothing else decides between backends.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.errors import UsageError
+from specctl.kv.batch import Batch
+from specctl.kv.cache import KVCache
+
+BACKENDS = ("torch", "flashinfer")
+
+
+class AttentionBackend(Protocol):
+    """Attention of one owner's layers ("target" or "draft") over one KVCache.
+
+    plan() runs on the host, from host lengths, once per pass; attend() runs once per layer and reads device data only.
+    """
+
+    def plan(self, batch: Batch, steps: int = 1) -> None:
+        """Prepare for `batch`, and for the `steps - 1` one-row passes after it whose lengths grow by one each."""
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        """Write k and v to the batch's slots of `layer`, attend causally, return [T, N, H].
+
+        N query heads, G key-value heads (N a multiple of G), H head dimension; scores are scaled by H ** -0.5.
+        """
+
+
+def choose(name: str, cache: KVCache, owner: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name` ("auto": flashinfer on CUDA when it is installed and works, torch otherwise).
+
+    Raises UsageError for an unknown name, MissingDependency when flashinfer is asked for and cannot be used.
+    """
+    from specctl.attention import flashinfer
+    from specctl.attention.torch import TorchAttention
+
+    if name == "auto":
+        name = "flashinfer" if device.type == "cuda" and flashinfer.problem() is None else "torch"
+    if name == "torch":
+        return TorchAttention(cache, owner)
+    if name == "flashinfer":
+        return flashinfer.FlashInferAttention(cache, owner, device)
+    raise UsageError(f"--attention {name}: expected auto, {' or '.join(BACKENDS)}")

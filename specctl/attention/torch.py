@@ -1,0 +1,79 @@
+"""Paged attention in plain torch: the definition the other backends are held to, and the backend of the CPU.
+
+Legend: T rows, Q rows of one sequence, S slots of one sequence, N query heads, G key-value heads, R = N / G, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specctl.kv.batch import Batch
+from specctl.kv.cache import KVCache
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Where one sequence's rows and slots are: rows[first_row:last_row], slots as a range or as an index."""
+
+    rows: slice
+    slots: slice | Tensor
+    sees_QS: Tensor | None  # None: one row, which sees every slot
+
+
+class TorchAttention:
+    """`AttentionBackend` by gathering a sequence's pages (or viewing them, when they lie side by side)."""
+
+    def __init__(self, cache: KVCache, owner: str) -> None:
+        self._cache = cache
+        self._owner = owner
+        self._windows: list[_Window] = []
+        self._slot_T = torch.empty(0, dtype=torch.int64)
+
+    def plan(self, batch: Batch, steps: int = 1) -> None:
+        assert batch.parent_T is None, "token trees need a tree mask"
+        device = batch.token_T.device
+        self._slot_T = batch.slot_T
+        self._windows = []
+        qo, kv, lengths = batch.qo_indptr.tolist(), batch.kv_indptr.tolist(), batch.kv_len.tolist()
+        for b, length in enumerate(lengths):
+            num_rows = qo[b + 1] - qo[b]
+            slots = _slots(batch.kv_indices[kv[b] : kv[b + 1]], batch.page_size, length)
+            if isinstance(slots, Tensor):
+                slots = slots.to(device)
+            sees = None
+            if num_rows > 1:
+                sees = torch.ones(num_rows, length, dtype=torch.bool, device=device).tril(length - num_rows)
+            self._windows.append(_Window(slice(qo[b], qo[b + 1]), slots, sees))
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        k_SGH, v_SGH = (tensor.flatten(0, 1) for tensor in self._cache.layer(self._owner, layer))
+        k_SGH.index_copy_(0, self._slot_T, k_TGH)
+        v_SGH.index_copy_(0, self._slot_T, v_TGH)
+        parts = [_attend(q_TNH[w.rows], k_SGH[w.slots], v_SGH[w.slots], w.sees_QS) for w in self._windows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _slots(pages: Tensor, page_size: int, length: int) -> slice | Tensor:
+    """The slots of positions 0..length - 1, as a slice when the pages are consecutive."""
+    first = int(pages[0])
+    if int(pages[-1]) - first == len(pages) - 1 and bool((pages.diff() == 1).all()):
+        return slice(first * page_size, first * page_size + length)
+    offsets = torch.arange(page_size)
+    return (pages[:, None].long() * page_size + offsets).flatten()[:length]
+
+
+def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, sees_QS: Tensor | None) -> Tensor:
+    """Grouped-query attention of one sequence, the R heads of a group folded into rows so that keys are not repeated."""
+    num_rows, heads, dim = q_QNH.shape
+    groups = k_SGH.shape[1]
+    per_group = heads // groups
+    q_GMH = q_QNH.view(num_rows, groups, per_group, dim).permute(1, 2, 0, 3).reshape(groups, per_group * num_rows, dim)
+    mask_MS = None if sees_QS is None else sees_QS.repeat(per_group, 1)
+    out_GMH = scaled_dot_product_attention(
+        q_GMH[None], k_SGH.transpose(0, 1)[None], v_SGH.transpose(0, 1)[None], attn_mask=mask_MS
+    )[0]
+    return out_GMH.view(groups, per_group, num_rows, dim).permute(2, 0, 1, 3).reshape(num_rows, heads, dim)

@@ -1,0 +1,80 @@
+"""The layers every model is made of: RMSNorm, Linear, and the way weights are made ready for serving.
+
+A module's parameters carry the checkpoint's own names until prepare("serve") turns them into what the machine reads
+fastest. Legend: T rows, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Purpose = Literal["train", "serve"]
+
+# oneDNN lays a packed weight out for an expected number of rows. 4 served 1..16 rows best, and prefill not worse than
+# torch's own linear (benchmarks/linear.py).
+PACKED_FOR_ROWS = 4
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square taken in float32 for every dtype, as transformers does."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x = x_TD.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(x_TD.dtype)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias. The weight is [outputs, inputs], as checkpoints have it.
+
+    prepare("serve") on a CPU hands the weight to oneDNN in its packed form: torch's own CPU linear reads the weight once
+    for one row and about twice for two to eight, which would eat the gain of verifying several tokens in one pass.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self._packed: Tensor | None = None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self._packed is None:
+            return F.linear(x_TD, self.weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, self._packed, self.bias, "none", [], "")
+        return out
+
+    def prepare(self, purpose: Purpose) -> None:
+        if purpose == "serve" and _can_pack(self.weight):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_FOR_ROWS)
+            del self.weight
+
+    @classmethod
+    def fused(cls, parts: Seq[Linear]) -> Linear:
+        """One layer whose output is the outputs of `parts` side by side: one pass over the rows instead of several."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+        layer.bias = None
+        if any(part.bias is not None for part in parts):
+            biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
+            layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        layer._packed = None
+        return layer
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

@@ -1,0 +1,163 @@
+"""The Llama family (Llama, Mistral without a window, Qwen2, Qwen3): one decoder, Hugging Face tensor names.
+
+It knows nothing about pages, sampling or speculation: attention is injected, logits are computed for chosen rows only.
+Legend: T rows, R chosen rows, D width, N query heads, G key-value heads, H head dim, V vocabulary, A taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specctl.attention import AttentionBackend
+from specctl.kv.batch import Batch
+from specctl.kv.cache import LayerKV
+from specctl.layers import Linear, Purpose, RMSNorm
+from specctl.models.config import ModelConfig
+from specctl.rope import Rope, rotate
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a forward pass leaves. final_TD: after the last norm. taps_ATD: the residual entering each tapped layer."""
+
+    final_TD: Tensor
+    taps_ATD: Tensor | None = None
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_width, kv_width = self.heads * self.head_dim, self.groups * self.head_dim
+        self.q_proj = Linear(config.hidden_size, q_width, config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
+        self.o_proj = Linear(q_width, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self._qkv: Linear | None = None
+
+    def forward(self, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:
+        q_TNH, k_TGH, v_TGH = self._project(x_TD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TNH, k_TGH = self.q_norm(q_TNH), self.k_norm(k_TGH)
+        out_TNH = attn.attend(self.index, rotate(q_TNH, *rope), rotate(k_TGH, *rope), v_TGH)
+        out: Tensor = self.o_proj(out_TNH.flatten(1))
+        return out
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self._qkv is None:
+            parts = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
+            q, k, v = (part.view(len(x_TD), -1, self.head_dim) for part in parts)
+            return q, k, v
+        qkv: Tensor = self._qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.groups, self.groups), dim=1)
+        return q, k, v
+
+    def prepare(self, purpose: Purpose) -> None:
+        if purpose == "serve":
+            self._qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
+            self._qkv.prepare(purpose)
+            del self.q_proj, self.k_proj, self.v_proj
+        self.o_proj.prepare(purpose)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self._gate_up: Linear | None = None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self._gate_up is None:
+            gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
+        else:
+            gate, up = self._gate_up(x_TD).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+    def prepare(self, purpose: Purpose) -> None:
+        if purpose == "serve":
+            self._gate_up = Linear.fused([self.gate_proj, self.up_proj])
+            self._gate_up.prepare(purpose)
+            del self.gate_proj, self.up_proj
+        self.down_proj.prepare(purpose)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, index)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rope, attn)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+    def prepare(self, purpose: Purpose) -> None:
+        self.self_attn.prepare(purpose)
+        self.mlp.prepare(purpose)
+
+
+class Decoder(nn.Module):
+    """The part under `model.` in a checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Llama(nn.Module):
+    """A causal language model of the family. Build it on the meta device and let `models.load` fill it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self._rope = Rope(config.rope, config.head_dim)
+        if config.tied:
+            self.tie()
+
+    def tie(self) -> None:
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: Batch, attn: AttentionBackend, taps: tuple[int, ...] = ()) -> Hidden:
+        """Run the rows of `batch`. Tap k is the residual entering layer k; k = number of layers is the one after the last."""
+        x_TD = self.model.embed_tokens(batch.token_T)
+        rope = self._rope.cos_sin(batch.position_T, x_TD.dtype)
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.model.layers):
+            if index in taps:
+                tapped[index] = x_TD
+            x_TD = layer(x_TD, rope, attn)
+        tapped[len(self.model.layers)] = x_TD
+        return Hidden(self.model.norm(x_TD), torch.stack([tapped[k] for k in taps]) if taps else None)
+
+    def logits(self, final_RD: Tensor) -> Tensor:
+        """[R, V] in the model's dtype."""
+        out: Tensor = self.lm_head(final_RD)
+        return out
+
+    def kv_layers(self, owner: Literal["target", "draft"]) -> list[LayerKV]:
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        dtype = self.model.norm.weight.dtype
+        return [LayerKV(owner, (shape, shape), dtype) for _ in range(self.config.num_layers)]
+
+    def prepare(self, purpose: Purpose) -> None:
+        """Make the weights ready; after "serve" the module only runs, its state_dict is no longer a checkpoint's."""
+        for layer in self.model.layers:
+            layer.prepare(purpose)
+        self.lm_head.prepare(purpose)

@@ -1,0 +1,179 @@
+"""Rotary position embeddings: which frequencies a config asks for, and how they turn queries and keys.
+
+Frequencies, angles, cosines and sines are computed in float32 whatever the model's dtype, as transformers does, so that
+the same position gives the same bits in every program. Legend: T rows, N heads, H head dim, F = H / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.errors import CheckpointError
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """What a config.json says about rotation, in one form for both spellings.
+
+    kind "dynamic" is the identity of "default" within the original length and is refused beyond it: its frequencies
+    depend on the length of the whole text, so a text fed in one shot and one fed step by step would differ.
+    """
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_length: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str, default_theta: float = 10000.0) -> RopeConfig:
+        """Read `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`, from a config.json mapping.
+
+        Raises CheckpointError naming the key for a kind or a value that cannot be honoured.
+        """
+        raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(raw, Mapping):
+            raise CheckpointError(f"{where}: rope_parameters is {raw!r}, expected an object")
+        if any(isinstance(value, Mapping) for value in raw.values()):
+            raise CheckpointError(f"{where}: rope_parameters differ by layer type, which is not supported")
+        kind = raw.get("rope_type") or raw.get("type") or "default"
+        if kind not in KINDS:
+            raise CheckpointError(f"{where}: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})")
+        partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            raise CheckpointError(f"{where}: partial_rotary_factor {partial} is not supported, expected 1.0")
+
+        def number(key: str, default: float | None) -> Any:
+            value = raw.get(key)
+            value = default if value is None else value
+            if value is None:
+                return None
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise CheckpointError(f"{where}: rope {key} is {value!r}, expected a finite number")
+            return value
+
+        theta = raw.get("rope_theta") or config.get("rope_theta") or default_theta
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
+            raise CheckpointError(f"{where}: rope_theta is {theta!r}, expected a positive number")
+        length = config.get("original_max_position_embeddings")
+        length = number("original_max_position_embeddings", None) if length is None else length
+        if length is None:
+            length = config.get("max_position_embeddings")
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        for key in needed.get(kind, ()):
+            if raw.get(key) is None:
+                raise CheckpointError(f"{where}: rope type {kind!r} needs the key {key}")
+        factor = number("factor", None)
+        if factor is None and kind == "yarn" and length:
+            factor = config["max_position_embeddings"] / length
+        return cls(
+            kind=kind,
+            theta=float(theta),
+            factor=1.0 if factor is None else factor,
+            original_length=length,
+            low_freq_factor=number("low_freq_factor", 1.0),
+            high_freq_factor=number("high_freq_factor", 4.0),
+            beta_fast=number("beta_fast", None) or 32.0,
+            beta_slow=number("beta_slow", None) or 1.0,
+            attention_factor=number("attention_factor", None),
+            mscale=number("mscale", None),
+            mscale_all_dim=number("mscale_all_dim", None),
+            truncate=bool(raw.get("truncate", True)),
+        )
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text the rotation is the same for in one shot and step by step; None when there is no limit."""
+        return self.original_length if self.kind == "dynamic" else None
+
+
+class Rope:
+    """The frequencies of one config, and cos / sin for given positions."""
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        with torch.device("cpu"):  # also when the model around it is being built on the meta device
+            self._inv_freq_F, self._scale = _frequencies(config, head_dim)
+
+    def cos_sin(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every row's angles, both [T, 1, H] so that they broadcast over heads."""
+        if self._inv_freq_F.device != position_T.device:
+            self._inv_freq_F = self._inv_freq_F.to(position_T.device)
+        angle_TF = position_T[:, None].float() * self._inv_freq_F
+        angle_T1H = torch.cat((angle_TF, angle_TF), dim=-1)[:, None]
+        return (angle_T1H.cos() * self._scale).to(dtype), (angle_T1H.sin() * self._scale).to(dtype)
+
+
+def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + H / 2]) by each row's angles."""
+    first, second = x_TNH.chunk(2, dim=-1)
+    return x_TNH * cos_T1H + torch.cat((-second, first), dim=-1) * sin_T1H
+
+
+def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies (float32 [F]) and the factor on cos and sin."""
+    inv_freq_F = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.kind == "linear":
+        return inv_freq_F / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(config, inv_freq_F), 1.0
+    if config.kind == "yarn":
+        return _yarn(config, head_dim), _yarn_scale(config)
+    return inv_freq_F, 1.0
+
+
+def _llama3(config: RopeConfig, inv_freq_F: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended."""
+    assert config.original_length is not None
+    wavelength_F = 2 * math.pi / inv_freq_F
+    long = config.original_length / config.low_freq_factor
+    short = config.original_length / config.high_freq_factor
+    blend_F = (config.original_length / wavelength_F - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    blended_F = (1 - blend_F) * inv_freq_F / config.factor + blend_F * inv_freq_F
+    scaled_F = torch.where(wavelength_F > long, inv_freq_F / config.factor, inv_freq_F)
+    return torch.where((wavelength_F >= short) & (wavelength_F <= long), blended_F, scaled_F)
+
+
+def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071): a ramp between interpolated and kept frequencies over the number of rotations."""
+    assert config.original_length is not None
+
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(config.original_length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    period_F = config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    kept_F = 1 - ramp_F
+    return 1.0 / (config.factor * period_F) * (1 - kept_F) + 1.0 / period_F * kept_F
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return mscale(config.mscale) / mscale(config.mscale_all_dim)
+    return mscale(1.0)
