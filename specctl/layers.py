@@ -1,13 +1,13 @@
-"""The layers every model is made of: RMSNorm, Linear, and the way weights are made ready for serving.
+"""The layers every model is made of: RMSNorm, Embedding, Linear, and the way weights are made ready for serving.
 
 A module's parameters carry the checkpoint's own names until prepare("serve") turns them into what the machine reads
-fastest. Legend: T rows, D width.
+fastest. Legend: T rows, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,23 @@ class RMSNorm(nn.Module):
         return self.weight * x.to(x_TD.dtype)
 
 
+class Embedding(nn.Module):
+    """Row `id` of the weight [V, D] for every id. torch's own would draw random numbers for it first, which on the meta
+    device imports sympy and much else: seconds, and 70 MB that stay."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, id_T: Tensor) -> Tensor:
+        return F.embedding(id_T, self.weight)
+
+
 class Linear(nn.Module):
     """x @ weight.T + bias. The weight is [outputs, inputs], as checkpoints have it.
 
-    prepare("serve") on a CPU hands the weight to oneDNN in its packed form: torch's own CPU linear reads the weight once
-    for one row and about twice for two to eight, which would eat the gain of verifying several tokens in one pass.
+    prepare("serve") on a CPU hands the weight to oneDNN in its packed form: torch's own CPU linear takes about twice as
+    long for two to eight rows as for one, which would eat the gain of verifying several tokens in one pass.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -46,6 +58,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self._packed: Tensor | None = None
+        self._serving = False
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self._packed is None:
@@ -54,13 +67,20 @@ class Linear(nn.Module):
         return out
 
     def prepare(self, purpose: Purpose) -> None:
-        if purpose == "serve" and _can_pack(self.weight):
+        assert not self._serving, "prepared for serving already"
+        if purpose == "train":
+            return
+        self._serving = True
+        if _can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_FOR_ROWS)
             del self.weight
 
     @classmethod
     def fused(cls, parts: Seq[Linear]) -> Linear:
-        """One layer whose output is the outputs of `parts` side by side: one pass over the rows instead of several."""
+        """One layer whose output is the outputs of `parts` side by side: one pass over the rows instead of several.
+
+        Takes the weights out of the parts, so that they are freed before the new one is packed.
+        """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
@@ -68,12 +88,20 @@ class Linear(nn.Module):
         if any(part.bias is not None for part in parts):
             biases = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
             layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-        layer._packed = None
+        layer._packed, layer._serving = None, False
+        for part in parts:
+            del part.weight, part.bias
         return layer
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # A packed weight is in no state_dict and a fused one has no name in a checkpoint: half a checkpoint is worse
+        # than none.
+        assert not self._serving, "state_dict() of a module prepared for serving; load it for training to save it"
+        super()._save_to_state_dict(*args, **kwargs)
 
 
 def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from specctl.errors import CheckpointError
+from specctl.keys import Keys
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,15 @@ class RopeConfig:
 
     kind: str
     theta: float
+    original_length: int
     factor: float = 1.0
-    original_length: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
     truncate: bool = True
 
     @classmethod
@@ -46,60 +48,59 @@ class RopeConfig:
 
         Raises CheckpointError naming the key for a kind or a value that cannot be honoured.
         """
-        raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(raw, Mapping):
-            raise CheckpointError(f"{where}: rope_parameters is {raw!r}, expected an object")
-        if any(isinstance(value, Mapping) for value in raw.values()):
-            raise CheckpointError(f"{where}: rope_parameters differ by layer type, which is not supported")
-        kind = raw.get("rope_type") or raw.get("type") or "default"
+        outer, keys = Keys(config, where), _parameters(config, where)
+        kind = keys.values.get("rope_type") or keys.values.get("type") or "default"
         if kind not in KINDS:
-            raise CheckpointError(f"{where}: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})")
-        partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
-            raise CheckpointError(f"{where}: partial_rotary_factor {partial} is not supported, expected 1.0")
-
-        def number(key: str, default: float | None) -> Any:
-            value = raw.get(key)
-            value = default if value is None else value
-            if value is None:
-                return None
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise CheckpointError(f"{where}: rope {key} is {value!r}, expected a finite number")
-            return value
-
-        theta = raw.get("rope_theta") or config.get("rope_theta") or default_theta
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
-            raise CheckpointError(f"{where}: rope_theta is {theta!r}, expected a positive number")
-        length = config.get("original_max_position_embeddings")
-        length = number("original_max_position_embeddings", None) if length is None else length
-        if length is None:
-            length = config.get("max_position_embeddings")
-        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-        for key in needed.get(kind, ()):
-            if raw.get(key) is None:
-                raise CheckpointError(f"{where}: rope type {kind!r} needs the key {key}")
-        factor = number("factor", None)
-        if factor is None and kind == "yarn" and length:
-            factor = config["max_position_embeddings"] / length
-        return cls(
+            raise CheckpointError(f"{keys.where}: rope type {kind!r} is not supported, expected {', '.join(KINDS)}")
+        for holder in (outer, keys):
+            if holder.number("partial_rotary_factor", 1.0) != 1.0:
+                holder.refuse("partial_rotary_factor", "expected 1.0: rotating a part of a head is not supported")
+        max_length = outer.integer("max_position_embeddings")
+        # The key beside rope_parameters outranks the one inside, as in transformers.
+        holder = outer if ORIGINAL_LENGTH in outer else keys
+        original_length = holder.integer(ORIGINAL_LENGTH, max_length)
+        rope = cls(
             kind=kind,
-            theta=float(theta),
-            factor=1.0 if factor is None else factor,
-            original_length=length,
-            low_freq_factor=number("low_freq_factor", 1.0),
-            high_freq_factor=number("high_freq_factor", 4.0),
-            beta_fast=number("beta_fast", None) or 32.0,
-            beta_slow=number("beta_slow", None) or 1.0,
-            attention_factor=number("attention_factor", None),
-            mscale=number("mscale", None),
-            mscale_all_dim=number("mscale_all_dim", None),
-            truncate=bool(raw.get("truncate", True)),
+            theta=keys.above(1.0, "rope_theta", outer.above(1.0, "rope_theta", default_theta)),
+            original_length=original_length,
+            factor=keys.above(0.0, "factor", _default_factor(kind, max_length / original_length)),
+            low_freq_factor=keys.above(0.0, "low_freq_factor", None if kind == "llama3" else 1.0),
+            high_freq_factor=keys.above(0.0, "high_freq_factor", None if kind == "llama3" else 4.0),
+            beta_fast=keys.above(0.0, "beta_fast", 32.0),
+            beta_slow=keys.above(0.0, "beta_slow", 1.0),
+            attention_factor=keys.above(0.0, "attention_factor") if "attention_factor" in keys else None,
+            mscale=keys.number("mscale", 0.0),
+            mscale_all_dim=keys.number("mscale_all_dim", 0.0),
+            truncate=keys.boolean("truncate", True),
         )
+        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            keys.refuse("high_freq_factor", f"expected more than low_freq_factor, {rope.low_freq_factor:g}")
+        return rope
 
     @property
     def max_length(self) -> int | None:
         """The longest text the rotation is the same for in one shot and step by step; None when there is no limit."""
         return self.original_length if self.kind == "dynamic" else None
+
+
+def _parameters(config: Mapping[str, Any], where: str) -> Keys:
+    """The object that describes the rotation, whichever of its two names it goes by."""
+    found = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    if len(found) == 2 and config[found[0]] != config[found[1]]:
+        raise CheckpointError(f"{where}: rope_parameters and rope_scaling differ, expected one of them")
+    if not found:
+        return Keys({}, where)
+    raw = config[found[0]]
+    if not isinstance(raw, Mapping):
+        raise CheckpointError(f"{where}: {found[0]} is {raw!r}, expected an object")
+    if any(isinstance(value, Mapping) for value in raw.values()):
+        raise CheckpointError(f"{where}: {found[0]} differs by layer type, expected one rotation for all layers")
+    return Keys(raw, f"{where}: {found[0]}")
+
+
+def _default_factor(kind: str, ratio: float) -> float | None:
+    """YaRN configs may leave the factor to be the ratio of the lengths; the other scaled kinds must state it."""
+    return {"default": 1.0, "yarn": ratio}.get(kind)
 
 
 class Rope:
@@ -138,7 +139,6 @@ def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 def _llama3(config: RopeConfig, inv_freq_F: Tensor) -> Tensor:
     """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended."""
-    assert config.original_length is not None
     wavelength_F = 2 * math.pi / inv_freq_F
     long = config.original_length / config.low_freq_factor
     short = config.original_length / config.high_freq_factor
@@ -152,7 +152,6 @@ def _llama3(config: RopeConfig, inv_freq_F: Tensor) -> Tensor:
 
 def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
     """YaRN (arXiv 2309.00071): a ramp between interpolated and kept frequencies over the number of rotations."""
-    assert config.original_length is not None
 
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(config.original_length / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))

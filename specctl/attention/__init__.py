@@ -23,8 +23,8 @@ class AttentionBackend(Protocol):
     plan() runs on the host, from host lengths, once per pass; attend() runs once per layer and reads device data only.
     """
 
-    def plan(self, batch: Batch, steps: int = 1) -> None:
-        """Prepare for `batch`, and for the `steps - 1` one-row passes after it whose lengths grow by one each."""
+    def plan(self, batch: Batch) -> None:
+        """Prepare for `batch`; the next pass's attend() calls are for its rows."""
 
     def attend(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
         """Write k and v to the batch's slots of `layer`, attend causally, return [T, N, H].
@@ -34,15 +34,17 @@ class AttentionBackend(Protocol):
 
 
 def choose(name: str, cache: KVCache, owner: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name` ("auto": flashinfer on CUDA when it is installed and works, torch otherwise).
+    """The backend called `name` ("auto": flashinfer on CUDA when it works and serves these layers, torch otherwise).
 
-    Raises UsageError for an unknown name, MissingDependency when flashinfer is asked for and cannot be used.
+    Raises UsageError for an unknown name, and when flashinfer is asked for: MissingDependency when it cannot be used,
+    UsageError when it does not serve the device, the dtype or the head dim.
     """
     from specctl.attention import flashinfer
     from specctl.attention.torch import TorchAttention
 
     if name == "auto":
-        name = "flashinfer" if device.type == "cuda" and flashinfer.problem() is None else "torch"
+        serves = device.type == "cuda" and not flashinfer.refusal(cache, owner) and not flashinfer.problem()
+        name = "flashinfer" if serves else "torch"
     if name == "torch":
         return TorchAttention(cache, owner)
     if name == "flashinfer":

@@ -33,7 +33,7 @@ class TorchAttention:
         self._windows: list[_Window] = []
         self._slot_T = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, batch: Batch, steps: int = 1) -> None:
+    def plan(self, batch: Batch) -> None:
         assert batch.parent_T is None, "token trees need a tree mask"
         device = batch.token_T.device
         self._slot_T = batch.slot_T

@@ -39,7 +39,7 @@ class Batch:
 
     token_T, position_T, slot_T: int64 on the device. lane_B: int64 on the device.
     parent_T: for token trees, the row each row follows; None means chains.
-    qo_indptr [B + 1], kv_indptr [B + 1], kv_len [B], kv_indices [pages]: int32 on the host, because planning happens there.
+    qo_indptr [B + 1], kv_indptr [B + 1], kv_len [B], kv_indices [pages]: int32 on the host, where planning happens.
     spans: the same rows on the host, for drafts that think there.
     """
 
@@ -99,6 +99,11 @@ class Batch:
             page_size=page_size,
             spans=tuple(spans),
         )
+
+    def at(self, offset: int, token_B: Tensor) -> Batch:
+        """The same one row a sequence `offset` positions on, holding tokens that were drawn on the device."""
+        spans = [Span((0,), span.start + offset, span.pages, span.lane) for span in self.spans]
+        return Batch.pack(spans, self.page_size, token_B.device, token_T=token_B)
 
     @property
     def num_sequences(self) -> int:

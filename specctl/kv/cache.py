@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ class LayerKV:
 
     shapes: one shape per stored tensor; ((G, H), (G, H)) for the keys and values of grouped-query attention,
         ((kv_lora_rank,), (rope_dim,)) for latent attention.
-    ranks: "leader" when only the leader of a tensor-parallel group keeps the layer (a small draft beside a large target).
+    ranks: "leader" when only the leader of a tensor-parallel group keeps the layer (a small draft of a large target).
     """
 
     owner: Literal["target", "draft"]
@@ -40,19 +41,19 @@ class KVCache:
         self.layers = layers
         self.num_pages = num_pages
         self.page_size = page_size
-        # Zeros, not empty memory: a masked slot is multiplied by zero, and 0 * NaN would spread.
         self._tensors = [
-            tuple(torch.zeros(num_pages, page_size, *shape, dtype=layer.dtype, device=device) for shape in layer.shapes)
+            tuple(_zeros((num_pages, page_size, *shape), layer.dtype, torch.device(device)) for shape in layer.shapes)
             for layer in layers
         ]
-        self._first = {owner: [layer.owner for layer in layers].index(owner) for owner in {x.owner for x in layers}}
+        owners = [layer.owner for layer in layers]
+        self._first: dict[str, int] = {owner: owners.index(owner) for owner in owners}
 
     def layer(self, owner: str, index: int) -> tuple[Tensor, ...]:
         """The tensors of the `index`-th attention layer of `owner`, each [P, page_size, *shape]."""
         return self._tensors[self._first[owner] + index]
 
     def move(self, source_S: Tensor, target_S: Tensor) -> None:
-        """Copy slots in every layer: an accepted branch of a token tree is not a prefix and has to be brought together."""
+        """Copy slots in every layer. An accepted branch of a token tree is no prefix and has to be brought together."""
         for tensors in self._tensors:
             for tensor in tensors:
                 flat = tensor.flatten(0, 1)
@@ -61,3 +62,15 @@ class KVCache:
     @staticmethod
     def bytes_per_page(layers: list[LayerKV], page_size: int = PAGE_SIZE) -> int:
         return page_size * sum(layer.bytes_per_slot for layer in layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty memory: a masked slot is multiplied by zero, and 0 * NaN would spread.
+
+    On a CPU they are the system's own zero pages, which take memory only once they are written to; torch.zeros would
+    write all of a cache that may never be filled (4 s a GiB on two cores).
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

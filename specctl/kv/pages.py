@@ -32,7 +32,7 @@ class PageTable:
         return -(-num_tokens // self.page_size)
 
     def reserve(self, pages: list[int], num_tokens: int) -> bool:
-        """Grow `pages` in place until it covers `num_tokens` slots. All or nothing: False leaves everything as it was."""
+        """Grow `pages` in place to cover `num_tokens` slots. All or nothing: False leaves everything as it was."""
         missing = self.pages_for(num_tokens) - len(pages)
         if missing > self.num_free:
             return False
@@ -47,7 +47,8 @@ class PageTable:
         """Give back the pages beyond the first `num_tokens` slots."""
         keep = self.pages_for(num_tokens)
         for page in pages[keep:]:
-            assert page != SCRATCH_PAGE and not self._is_free[page], f"page {page} given back twice"
+            assert page != SCRATCH_PAGE, "the scratch page is nobody's to give back"
+            assert not self._is_free[page], f"page {page} given back twice"
             self._is_free[page] = 1
             self.num_free += 1
         del pages[keep:]
@@ -60,7 +61,8 @@ class PageTable:
         seen = bytearray(self.num_pages)
         for pages in held:
             for page in pages:
-                assert 0 < page < self.num_pages and not seen[page], f"page {page} is held twice"
+                assert SCRATCH_PAGE < page < self.num_pages, f"page {page} is held and is not one to hand out"
+                assert not seen[page], f"page {page} is held twice"
                 assert not self._is_free[page], f"page {page} is held and free"
                 seen[page] = 1
         assert sum(seen) + self.num_free == self.num_usable, "a page is neither held nor free"

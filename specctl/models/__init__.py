@@ -11,44 +11,48 @@ from specctl.layers import Purpose
 from specctl.models.config import FAMILIES, ModelConfig
 from specctl.models.llama import Hidden, Llama
 
-__all__ = ["ARCHITECTURES", "Hidden", "Llama", "ModelConfig", "load"]
+__all__ = ["ARCHITECTURES", "FAMILIES", "Hidden", "Llama", "ModelConfig", "load"]
 
 ARCHITECTURES: dict[str, type[Llama]] = dict.fromkeys(FAMILIES, Llama)
 
 # Left in checkpoints by old versions of transformers; computed from the config instead.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attention.masked_bias", "attention.bias")
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Anything else is a number format that needs scales or a table to be read.
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, purpose: Purpose = "serve") -> Llama:
-    """Build the checkpoint's model and fill it, tensor by tensor; then prepare it for `purpose`.
+    """Build the checkpoint's model, and fill it and prepare it for `purpose` part by part.
 
-    Raises CheckpointError naming the first tensor that is missing, unexpected or of another shape than the config says.
+    What a part was made from is freed before the next one is read, so that the peak is the model itself. Raises
+    CheckpointError naming the first tensor that is missing, unexpected or not what the config says, before any is read.
     """
-    where = str(checkpoint.path / "config.json")
-    config = ModelConfig.read(checkpoint.config, where)
+    config = ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
     with torch.device("meta"):
         model = ARCHITECTURES[config.model_type](config)
     _check_names(model, checkpoint, config)
-    for name, parameter in list(model.named_parameters()):
-        shape = checkpoint.shape(name)
-        if shape != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name} has shape {list(shape)}, the config expects {list(parameter.shape)}"
-            )
-        owner, _, leaf = name.rpartition(".")
-        tensor = checkpoint.tensor(name).to(device=device, dtype=dtype)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=purpose == "train"))
-    if config.tied:
-        model.tie()
-    model.prepare(purpose)
+    _check_formats(model, checkpoint)
+
+    def fill(prefix: str, part: nn.Module) -> None:
+        if config.tied and part is model.lm_head:
+            model.tie()
+            return
+        for name, _ in list(part.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            tensor = checkpoint.tensor(f"{prefix}.{name}").to(device=device, dtype=dtype)
+            setattr(part.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=purpose == "train"))
+
+    model.prepare(purpose, fill)
     return model
 
 
 def _check_names(model: Llama, checkpoint: Checkpoint, config: ModelConfig) -> None:
     expected = {name for name, _ in model.named_parameters()}
-    found = {name for name in checkpoint.names() if not name.endswith(IGNORED_SUFFIXES)}
-    if config.tied:
-        found.discard("lm_head.weight")
+    found = {name for name in checkpoint.names() if not name.endswith(IGNORED_SUFFIX)}
+    if config.tied and HEAD in found:
+        _check_tied(checkpoint)
+        found.discard(HEAD)
     if missing := sorted(expected - found):
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     if unexpected := sorted(found - expected):
@@ -56,3 +60,26 @@ def _check_names(model: Llama, checkpoint: Checkpoint, config: ModelConfig) -> N
             f"{checkpoint.path}: tensor {unexpected[0]} is not part of a {config.model_type} model of "
             f"{config.num_layers} layers ({len(unexpected)} such tensors)"
         )
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """A tied checkpoint may hold the head twice. When it holds another head, programs differ in which one they use."""
+    if EMBEDDING in checkpoint and not torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING)):
+        raise CheckpointError(
+            f"{checkpoint.path}: tie_word_embeddings is true but {HEAD} differs from {EMBEDDING}; set it to false, or "
+            f"remove {HEAD}"
+        )
+
+
+def _check_formats(model: Llama, checkpoint: Checkpoint) -> None:
+    for name, parameter in model.named_parameters():
+        shape, dtype = list(checkpoint.shape(name)), checkpoint.dtype(name)
+        if shape != list(parameter.shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} has shape {shape}, the config expects {list(parameter.shape)}"
+            )
+        if dtype not in PLAIN:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} is stored as {str(dtype).removeprefix('torch.')}: quantised "
+                "checkpoints are not supported; use the original"
+            )

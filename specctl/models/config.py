@@ -7,15 +7,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.errors import CheckpointError
+from specctl.keys import Keys
 from specctl.rope import RopeConfig
 
-# model_type -> the defaults transformers gives to absent keys of that family, where they differ from Llama's.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"head_dim": 128, "qk_norm": True},
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type fixes, and what transformers takes an absent key of it to mean.
+
+    kv_heads, head_dim: None means as many as num_attention_heads, and hidden_size / num_attention_heads.
+    biased: the projections of q, k and v always have a bias, and attention_bias is not read.
+    reads_attention_bias, reads_mlp_bias: the family has that key.
+    windowed: a sliding window acts unless sliding_window is null.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    biased: bool = False
+    reads_attention_bias: bool = False
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+    windowed: bool = False
+
+
+FAMILIES = {
+    "llama": Family(reads_attention_bias=True, reads_mlp_bias=True),
+    "mistral": Family(kv_heads=8, windowed=True),
+    "qwen2": Family(kv_heads=32, biased=True),
+    "qwen3": Family(kv_heads=32, head_dim=128, reads_attention_bias=True, qk_norm=True),
 }
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What other architectures multiply or squash by. Found in a config of ours, the label or the config is wrong.
+FOREIGN = (
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+)
 
 
 @dataclass(frozen=True)
@@ -48,74 +81,96 @@ class ModelConfig:
 
         Raises CheckpointError naming the key for anything missing, malformed or not supported.
         """
-        model_type = config.get("model_type")
-        if model_type not in FAMILIES:
-            raise CheckpointError(
-                f"{where}: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})"
-            )
-        family = FAMILIES[model_type]
-        _refuse_unsupported(config, family, where)
-
-        def integer(key: str, default: Any = None) -> int:
-            value = config.get(key)
-            value = family.get(key, default) if value is None else value
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{where}: {key} is {value!r}, expected a positive integer")
-            return value
-
-        hidden_size, num_heads = integer("hidden_size"), integer("num_attention_heads")
-        num_kv_heads = integer("num_key_value_heads", num_heads)
+        keys = Keys(config, where)
+        family = _family(keys)
+        num_layers = keys.integer("num_hidden_layers")
+        _refuse_windows(keys, family, num_layers)
+        _refuse_unsupported(keys)
+        num_heads = keys.integer("num_attention_heads")
+        # Null is not absent here: it means one key-value head for each head in every family.
+        absent = num_heads if "num_key_value_heads" in config else family.kv_heads or num_heads
+        num_kv_heads = keys.integer("num_key_value_heads", absent)
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+                f"{where}: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}, "
+                "expected whole groups of heads"
             )
-        head_dim = integer("head_dim", hidden_size // num_heads)
-        if head_dim % 2:
-            raise CheckpointError(f"{where}: head_dim {head_dim} is odd, which cannot be rotated")
-        norm_eps = config.get("rms_norm_eps", 1e-6)
-        if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float)) or not 0 <= norm_eps < 1:
-            raise CheckpointError(f"{where}: rms_norm_eps is {norm_eps!r}, expected a small positive number")
-        bias = bool(config.get("attention_bias", False))
+        norm_eps = keys.number("rms_norm_eps", 1e-6)
+        if not 0 <= norm_eps < 1:
+            keys.refuse("rms_norm_eps", "expected a small positive number")
+        bias = keys.boolean("attention_bias", False) and family.reads_attention_bias
         return cls(
-            model_type=model_type,
-            vocab_size=integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=integer("intermediate_size"),
-            num_layers=integer("num_hidden_layers"),
+            model_type=config["model_type"],
+            vocab_size=keys.integer("vocab_size"),
+            hidden_size=keys.integer("hidden_size"),
+            intermediate_size=keys.integer("intermediate_size"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_position=integer("max_position_embeddings"),
-            norm_eps=float(norm_eps),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family.get("qkv_bias", bias and model_type != "mistral"),
-            o_bias=bias and model_type in ("llama", "qwen3"),
-            mlp_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
-            qk_norm=family.get("qk_norm", False),
+            head_dim=_head_dim(keys, family, num_heads),
+            max_position=keys.integer("max_position_embeddings"),
+            norm_eps=norm_eps,
+            tied=keys.boolean("tie_word_embeddings", False),
+            qkv_bias=bias or family.biased,
+            o_bias=bias,
+            mlp_bias=keys.boolean("mlp_bias", False) and family.reads_mlp_bias,
+            qk_norm=family.qk_norm,
             rope=RopeConfig.read(config, where),
         )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Mapping[str, Any], where: str) -> None:
-    def refuse(key: str, what: str) -> None:
-        raise CheckpointError(f"{where}: {key} is {config.get(key)!r}: {what} is not supported")
+def _family(keys: Keys) -> Family:
+    model_type = keys.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        keys.refuse("model_type", f"which is not supported, expected {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
 
-    if config.get("quantization_config"):
-        method = config["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
+
+def _head_dim(keys: Keys, family: Family, num_heads: int) -> int:
+    hidden_size = keys.integer("hidden_size")
+    if "head_dim" not in keys and family.head_dim is None and hidden_size % num_heads:
         raise CheckpointError(
-            f"{where}: quantization_config names {method!r}: quantised checkpoints are not supported; use the original"
+            f"{keys.where}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}, expected a "
+            "multiple of it, or the key head_dim"
         )
-    window = config.get("sliding_window", family.get("sliding_window"))
-    if window is not None and config.get("use_sliding_window", "qwen" not in str(config.get("model_type"))):
-        raise CheckpointError(f"{where}: sliding_window is {window}: sliding-window attention is not supported")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        refuse("layer_types", "attention other than full_attention")
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(key):
-            refuse(key, "a mixture of experts")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        refuse("hidden_act", "an activation other than silu")
-    if config.get("pretraining_tp") not in (None, 1):
-        # transformers ignores it since 5.0, and slicing changes nothing but rounding.
-        return
+    head_dim = keys.integer("head_dim", family.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{keys.where}: head_dim {head_dim} is odd, expected an even number: pairs are rotated")
+    return head_dim
+
+
+def _refuse_windows(keys: Keys, family: Family, num_layers: int) -> None:
+    """Refuse attention that does not see the whole text. Which keys decide differs by family, as in transformers."""
+    layer_types = keys.values.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            keys.refuse("layer_types", f"expected a list of {num_layers}, one for each layer")
+        if any(kind != "full_attention" for kind in layer_types):
+            keys.refuse("layer_types", "which is not supported, expected full_attention in every layer")
+    if keys.values["model_type"].startswith("qwen"):
+        first = keys.integer("max_window_layers", 28) if keys.boolean("use_sliding_window", False) else num_layers
+        window = None if first >= num_layers or layer_types else keys.values.get("sliding_window", 4096)
+    else:
+        window = keys.values.get("sliding_window", 4096 if family.windowed else None)
+    if window is not None:
+        raise CheckpointError(
+            f"{keys.where}: sliding_window is {window}{'' if 'sliding_window' in keys else ' by default'}: attention "
+            "with a sliding window is not supported, expected null"
+        )
+
+
+def _refuse_unsupported(keys: Keys) -> None:
+    for key in ("quantization_config", "compression_config"):
+        if quantization := keys.values.get(key):
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise CheckpointError(
+                f"{keys.where}: {key} names {method!r}: quantised checkpoints are not supported; use the original"
+            )
+    for key in EXPERTS:
+        if keys.values.get(key):
+            keys.refuse(key, "a mixture of experts, which is not supported")
+    if keys.values.get("hidden_act", "silu") not in ("silu", "swish"):
+        keys.refuse("hidden_act", "which is not supported, expected silu")
+    for key in FOREIGN:
+        if keys.values.get(key) not in (None, 1):
+            keys.refuse(key, "which models of this type do not have; is model_type right?")

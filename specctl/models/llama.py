@@ -6,6 +6,7 @@ Legend: T rows, R chosen rows, D width, N query heads, G key-value heads, H head
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from specctl.attention import AttentionBackend
 from specctl.kv.batch import Batch
 from specctl.kv.cache import LayerKV
-from specctl.layers import Linear, Purpose, RMSNorm
+from specctl.layers import Embedding, Linear, Purpose, RMSNorm
 from specctl.models.config import ModelConfig
 from specctl.rope import Rope, rotate
 
@@ -57,14 +58,14 @@ class Attention(nn.Module):
             q, k, v = (part.view(len(x_TD), -1, self.head_dim) for part in parts)
             return q, k, v
         qkv: Tensor = self._qkv(x_TD).view(len(x_TD), -1, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.groups, self.groups), dim=1)
+        q, k, v = torch.split(qkv, [self.heads, self.groups, self.groups], dim=1)
         return q, k, v
 
     def prepare(self, purpose: Purpose) -> None:
         if purpose == "serve":
             self._qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-            self._qkv.prepare(purpose)
             del self.q_proj, self.k_proj, self.v_proj
+            self._qkv.prepare(purpose)
         self.o_proj.prepare(purpose)
 
 
@@ -87,8 +88,8 @@ class MLP(nn.Module):
     def prepare(self, purpose: Purpose) -> None:
         if purpose == "serve":
             self._gate_up = Linear.fused([self.gate_proj, self.up_proj])
-            self._gate_up.prepare(purpose)
             del self.gate_proj, self.up_proj
+            self._gate_up.prepare(purpose)
         self.down_proj.prepare(purpose)
 
 
@@ -102,7 +103,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rope, attn)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        out: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return out
 
     def prepare(self, purpose: Purpose) -> None:
         self.self_attn.prepare(purpose)
@@ -114,7 +116,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -135,7 +137,9 @@ class Llama(nn.Module):
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, batch: Batch, attn: AttentionBackend, taps: tuple[int, ...] = ()) -> Hidden:
-        """Run the rows of `batch`. Tap k is the residual entering layer k; k = number of layers is the one after the last."""
+        """Run the rows of `batch`. Tap k is the residual entering layer k; k = the number of layers is the
+        residual before the last norm."""
+        assert all(0 <= k <= len(self.model.layers) for k in taps), f"taps {taps} of {len(self.model.layers)} layers"
         x_TD = self.model.embed_tokens(batch.token_T)
         rope = self._rope.cos_sin(batch.position_T, x_TD.dtype)
         tapped: dict[int, Tensor] = {}
@@ -156,8 +160,26 @@ class Llama(nn.Module):
         dtype = self.model.norm.weight.dtype
         return [LayerKV(owner, (shape, shape), dtype) for _ in range(self.config.num_layers)]
 
-    def prepare(self, purpose: Purpose) -> None:
-        """Make the weights ready; after "serve" the module only runs, its state_dict is no longer a checkpoint's."""
-        for layer in self.model.layers:
-            layer.prepare(purpose)
-        self.lm_head.prepare(purpose)
+    def prepare(self, purpose: Purpose, fill: Callable[[str, nn.Module], None] | None = None) -> None:
+        """Make the weights ready; after "serve" the module only runs and has no state_dict.
+
+        fill(prefix, part) is called for each part just before the part is prepared; its tensors are called
+        prefix.name in the checkpoint.
+        """
+        for prefix, part in self._parts():
+            if fill is not None:
+                fill(prefix, part)
+            if isinstance(part, DecoderLayer | Linear):
+                part.prepare(purpose)
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """In the order that needs least memory at once. Packing holds a weight twice for a moment, so the largest one
+        comes first, and last the embedding, which is not packed. (A tied head is packed from it, and both stay.)"""
+        if not self.config.tied:
+            yield "lm_head", self.lm_head
+        for index, layer in enumerate(self.model.layers):
+            yield f"model.layers.{index}", layer
+        yield "model.norm", self.model.norm
+        yield "model.embed_tokens", self.model.embed_tokens
+        if self.config.tied:
+            yield "lm_head", self.lm_head

@@ -1,0 +1,74 @@
+"""`specctl inspect`: what a model directory holds, as a table or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specctl.cli.options import json_option
+from specctl.cli.show import count, pairs, size
+
+if TYPE_CHECKING:
+    from specctl.inspect_model import Inspection, TokenizerFacts
+
+
+@click.command
+@click.argument("model", metavar="PATH")
+@json_option
+def command(model: str, as_json: bool) -> None:
+    """Tell what the model directory PATH holds: architecture, weights, rope, context, tokenizer, and every problem with
+    its remedy. A hub id (org/name[@revision]) is taken too.
+
+    Exit code 0 when the model can be served, 2 when it cannot.
+    """
+    from specctl.hub import locate
+    from specctl.inspect_model import inspect_model
+    from specctl.output import to_json
+
+    inspection = inspect_model(locate(model))
+    click.echo(to_json(_as_json(inspection)) if as_json else _as_text(inspection))
+    if not inspection.servable:
+        raise click.exceptions.Exit(2)
+
+
+def _as_json(inspection: Inspection) -> dict[str, Any]:
+    facts = asdict(inspection)
+    return {**facts, "path": str(inspection.path), "servable": inspection.servable}
+
+
+def _as_text(inspection: Inspection) -> str:
+    rows = [("path", str(inspection.path))]
+    if (model := inspection.model) is not None:
+        head = "tied to the embedding" if model.tied_head else "its own"
+        rows += [
+            ("family", model.family),
+            ("layers", f"{model.layers} of width {model.hidden_size}, {model.intermediate_size} inside"),
+            ("heads", f"{model.heads}, {model.kv_heads} for keys and values, {model.head_dim} wide"),
+            ("vocabulary", f"{model.vocab_size} rows, head {head}"),
+            ("context", f"{model.context} tokens, {size(model.kv_bytes_per_token)} of KV cache each"),
+            ("rope", f"{model.rope}, theta {model.rope_theta:g}"),
+        ]
+    if (weights := inspection.weights) is not None:
+        rows.append(
+            ("weights", f"{count(weights.parameters)} parameters, {size(weights.bytes)}, files: {weights.files}")
+        )
+        rows += [("", f"{part.dtype}: {part.tensors} tensors, {size(part.bytes)}") for part in weights.dtypes]
+    if (tokenizer := inspection.tokenizer) is not None:
+        rows += _tokenizer_rows(tokenizer)
+    lines = [pairs(rows)]
+    if inspection.problems:
+        lines.append("")
+    lines += [f"{problem.severity}: {problem.what}\n  -> {problem.remedy}" for problem in inspection.problems]
+    return "\n".join([*lines, "", "can be served" if inspection.servable else "cannot be served"])
+
+
+def _tokenizer_rows(tokenizer: TokenizerFacts) -> list[tuple[str, str]]:
+    specials = [f"{role.removesuffix('_token')} {token}" for role, token in tokenizer.special.items()]
+    template = "with" if tokenizer.chat_template else "no"
+    return [
+        ("tokenizer", f"{tokenizer.kind}, {tokenizer.ids} ids, {template} chat template"),
+        ("specials", ", ".join(specials) or "none"),
+        ("ends at", ", ".join(map(str, tokenizer.stop_ids)) or "nothing"),
+    ]

@@ -1,0 +1,87 @@
+"""Drafts: whatever proposes tokens for a target. One narrow interface for every kind; nothing above asks which kind it is.
+
+A drafter has its own watermark in the sequence's pages and its own carry: the logits (and hidden states) its last row
+left, from which the first token of the next block is drawn. Legend: B sequences, K draft slots, V vocabulary, D scored ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from specctl.attention import AttentionBackend
+from specctl.kv.batch import Batch
+from specctl.kv.cache import LayerKV
+from specctl.models import Hidden
+from specctl.sampling.batch import SamplingBatch
+
+KINDS = ("llama", "ngram")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """q over columns 0..D - 1 (or over the target ids ids_D): the distribution each token was really drawn from."""
+
+    prob_BKD: Tensor
+    ids_D: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """q of a deterministic proposal: all its mass on the proposed token."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A block of proposals. Slots from length[b] on are masked: neither drafted nor rejected.
+
+    token_BK: int64 on the device. length: on the host. parent_BK: for trees, the slot each slot follows; None for chains.
+    """
+
+    token_BK: Tensor
+    length: list[int]
+    q: Dense | OneHot
+    parent_BK: Tensor | None = None
+    confidence_BK: Tensor | None = None
+
+    def cut(self, num_slots: int) -> Draft:
+        """The same block without its slots from num_slots on, which nobody uses."""
+        q = Dense(self.q.prob_BKD[:, :num_slots], self.q.ids_D) if isinstance(self.q, Dense) else self.q
+        confidence = None if self.confidence_BK is None else self.confidence_BK[:, :num_slots]
+        assert max(self.length) <= num_slots
+        return Draft(self.token_BK[:, :num_slots], self.length, q, self.parent_BK, confidence)
+
+
+class Drafter(Protocol):
+    """One draft of any kind.
+
+    taps: the target's residuals it reads besides the final hidden state. reads_hidden: whether catch_up needs `hidden`
+    (then it must follow every step; else it may lag and catch up in one chunk). shift: 0 when its row at position i
+    holds token i, 1 when it holds token i + 1 beside the hidden state of i. window: how many of the last committed rows
+    it runs again after each block (their number then does not depend on what was accepted); None: just the new ones.
+    attn: attention over its own layers; set by the engine when it has any.
+    """
+
+    kind: str
+    max_k: int | None
+    max_length: int | None
+    taps: tuple[int, ...]
+    reads_hidden: bool
+    shift: Literal[0, 1]
+    window: int | None
+    attn: AttentionBackend | None
+
+    @property
+    def kv_layers(self) -> list[LayerKV]:
+        """The layers it appends to the cache, all with owner "draft"."""
+
+    def new_carry(self, num_lanes: int) -> Any:
+        """Buffers for `num_lanes` sequences, opaque to the caller; catch_up fills them and draft reads them, by lane."""
+
+    def catch_up(self, rows: Batch, hidden: Hidden | None, carry: Any) -> None:
+        """Run over newly committed rows and leave in `carry` what the last row of each sequence gives."""
+
+    def draft(self, batch: Batch, carry: Any, k: list[int], sampling: SamplingBatch) -> Draft:
+        """Propose up to k[b] tokens for each sequence of `batch`, whose one row a sequence stands at the next position."""

@@ -1,0 +1,411 @@
+"""Engine: steps a target and its draft together. It knows the drafter by its interface only and gets K from a callable.
+
+A decode-only step: the draft proposes from what was carried over, the target scores the proposals in one pass, verify()
+keeps a prefix and decides one more token, and the draft runs over what was committed so that its next proposal is ready.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl import attention
+from specctl.drafts import Draft, Drafter, OneHot
+from specctl.engine.scheduler import DecodeStep, DraftLength, Policy, PrefillStep, Scheduler
+from specctl.engine.sequence import Logprob, Sequence, Status
+from specctl.engine.stats import EngineStats, SpeculationCounters
+from specctl.engine.verify import verify
+from specctl.errors import CapacityError, RequestError
+from specctl.kv.batch import Batch, Span
+from specctl.kv.cache import KVCache
+from specctl.kv.pages import PAGE_SIZE, PageTable
+from specctl.models import Hidden, Llama
+from specctl.sampling.batch import SamplingBatch
+from specctl.sampling.noise import make_key
+from specctl.sampling.params import Accept, SamplingParams
+from specctl.text.output import TextOutput
+from specctl.text.tokenizer import Tokenizer
+
+MAX_K = 16
+"""The longest block of a chain; it bounds the slots kept free for a step."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """num_pages: KV pages, one of them scratch. max_length: longest text in tokens (prompt and output).
+    chunk: prompt tokens of a prefill step. seed: of the run; unseeded requests derive their noise from it."""
+
+    num_pages: int
+    max_length: int
+    max_sequences: int = 32
+    chunk: int = 512
+    attention: str = "auto"
+    accept: Accept | None = None
+    eos_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    check_pages: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step adds to one choice: token ids, the text that is final by now, logprobs. The last one has a reason."""
+
+    request_id: int
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[Logprob, ...]
+    finish_reason: str | None
+    counters: SpeculationCounters
+
+
+def no_speculation(batch: int, context: float) -> DraftLength:
+    return DraftLength(0)
+
+
+class Engine:
+    """`add` requests, `step` until `has_work` is False. One thread at a time.
+
+    tokenizer: needed for text and stop strings; without it outputs carry ids only.
+    """
+
+    def __init__(
+        self,
+        target: Llama,
+        options: EngineOptions,
+        drafter: Drafter | None = None,
+        policy: Policy = no_speculation,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.options = options
+        self.tokenizer = tokenizer
+        self.stats = EngineStats()
+        self.max_k = 0 if drafter is None else min(MAX_K, drafter.max_k or MAX_K)
+        self.device = target.model.norm.weight.device
+        layers = target.kv_layers("target") + ([] if drafter is None else drafter.kv_layers)
+        self.cache = KVCache(layers, options.num_pages, PAGE_SIZE, self.device)
+        self._attn = attention.choose(options.attention, self.cache, "target", self.device)
+        self._carry: Any = None
+        if drafter is not None:
+            if drafter.kv_layers:
+                drafter.attn = attention.choose(options.attention, self.cache, "draft", self.device)
+            self._carry = drafter.new_carry(options.max_sequences)
+        self.scheduler = Scheduler(
+            PageTable(options.num_pages, PAGE_SIZE),
+            max_sequences=options.max_sequences,
+            max_length=options.max_length,
+            chunk=options.chunk,
+            policy=policy,
+            max_k=self.max_k,
+            draft_max_length=None if drafter is None else drafter.max_length,
+        )
+        self._requests: dict[int, list[Sequence]] = {}
+        self._num_requests = 0
+        self._phase: str | None = None
+        self._since = 0.0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, token_ids: list[int], params: SamplingParams) -> int:
+        """Queue a request and return its id. Raises RequestError naming the parameter, CapacityError when it can never fit."""
+        self._check_request(token_ids, params)
+        request_id = self._num_requests
+        self._num_requests += 1
+        accept = params.accept or self.options.accept or params.acceptance
+        choices = []
+        for choice in range(params.n):
+            # A seeded request's noise is its own; an unseeded one's is the run's, told apart by its number.
+            words = (0, params.seed, choice) if params.seed is not None else (1, self.options.seed, request_id, choice)
+            text = None
+            if self.tokenizer is not None:
+                ends = frozenset[int]() if params.ignore_eos else self.options.eos_ids
+                text = TextOutput(self.tokenizer, params.stop, params.include_stop, ends)
+            sequence = Sequence(request_id, choice, params, accept, list(token_ids), make_key(*words), text)
+            self.scheduler.add(sequence)
+            choices.append(sequence)
+        self._requests[request_id] = choices
+        self.stats.prompt_tokens += len(token_ids)
+        return request_id
+
+    def choices(self, request_id: int) -> list[Sequence]:
+        """The sequences of a request that is not finished yet; whoever keeps them sees them fill."""
+        return self._requests[request_id]
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request in whatever state it is; unknown or finished ids are left alone."""
+        for sequence in self._requests.pop(request_id, []):
+            if not sequence.finished:
+                state = sequence.status.value
+                self.stats.aborts[state] = self.stats.aborts.get(state, 0) + 1
+                sequence.finish_reason = "abort"
+                self._retire(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def cache_usage(self) -> float:
+        table = self.scheduler.table
+        return 1 - table.num_free / table.num_usable
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Run one step of the batch; one Output for every choice that got tokens."""
+        with self._timed("host"):
+            step = self.scheduler.schedule()
+            self.stats.preemptions = self.scheduler.preemptions
+            if isinstance(step, PrefillStep):
+                outputs = self._prefill(step)
+            elif isinstance(step, DecodeStep):
+                outputs = self._decode(step)
+            else:
+                outputs = []
+            if self.options.check_pages:
+                self.scheduler.check()
+        return outputs
+
+    def run(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> list[list[Sequence]]:
+        """Run requests to their ends; their choices, in the order given."""
+        choices = [self.choices(self.add(token_ids, params)) for token_ids, params in requests]
+        while self.has_work:
+            self.step()
+        return choices
+
+    def _prefill(self, step: PrefillStep) -> list[Output]:
+        """Prompt chunks, and one plain token for each rider. A finished prompt is sampled at once; the draft runs over the
+        same rows and the new token, and what it would say next is carried over."""
+        self.stats.prefill_steps += 1
+        chunks = [(s, s.cached, stop) for s, stop in step.chunks]
+        rows = chunks + [(s, s.cached, len(s)) for s in step.riders]
+        with self._timed("prefill"):
+            batch = self._pack(rows)
+            hidden = self._run_target(batch)
+        complete = [(i, s) for i, (s, _, stop) in enumerate(rows) if stop == len(s)]
+        for sequence, _, stop in rows:
+            sequence.cached = stop
+        outputs = []
+        if complete:
+            row_R = batch.last_row_B[[i for i, _ in complete]]
+            sequences = [s for _, s in complete]
+            for sequence in sequences:
+                sequence.status = Status.DECODING
+            outputs = self._plain_tokens(sequences, hidden.final_TD[row_R])
+        # A draft that reads hidden states follows every row; another leaves the riders behind, for one chunk later.
+        followers = [s for s, _, _ in (rows if self._reads_hidden else chunks)]
+        self._catch_up([s for s in followers if not s.finished and self.scheduler.wants_draft(s)], hidden)
+        return outputs
+
+    def _plain_tokens(self, sequences: list[Sequence], final_BD: Tensor) -> list[Output]:
+        """Decide one token for each sequence from the target alone."""
+        sampling = self._sampling(sequences)
+        empty = Draft(torch.zeros(len(sequences), 0, dtype=torch.int64, device=self.device), [0] * len(sequences), OneHot())
+        return self._decide(sequences, empty, final_BD[:, None], sampling)
+
+    def _decode(self, step: DecodeStep) -> list[Output]:
+        sequences = step.sequences
+        sampling = self._sampling(sequences, step.min_confidence)
+        draft = self._draft(step, sampling)
+        num_slots = draft.token_BK.shape[1]
+        self.stats.steps_by_k[num_slots] = self.stats.steps_by_k.get(num_slots, 0) + 1
+        with self._timed("verify"):
+            batch = self._pack_blocks(sequences, draft)
+            hidden = self._run_target(batch)
+        final_BMD = hidden.final_TD.view(len(sequences), num_slots + 1, -1)
+        outputs = self._decide(sequences, draft, final_BMD, sampling)
+        followers = [s for s, k in zip(sequences, step.k, strict=True) if k or self._reads_hidden]
+        self._catch_up([s for s in followers if not s.finished], hidden)
+        return outputs
+
+    def _draft(self, step: DecodeStep, sampling: SamplingBatch) -> Draft:
+        """The block of every sequence, cut to the longest one really proposed."""
+        sequences, k = step.sequences, step.k
+        if self.drafter is None or max(k) == 0:
+            return Draft(torch.zeros(len(k), 0, dtype=torch.int64, device=self.device), [0] * len(k), OneHot())
+        self._catch_up([s for s, limit in zip(sequences, k, strict=True) if limit and s.draft_cached < len(s)])
+        with self._timed("draft"):
+            spans = [Span((0,), len(s), s.pages, s.lane) for s in sequences]
+            draft = self.drafter.draft(Batch.pack(spans, PAGE_SIZE, self.device), self._carry, k, sampling)
+        longest = max(draft.length)
+        return draft if longest == draft.token_BK.shape[1] else draft.cut(longest)
+
+    def _decide(
+        self, sequences: list[Sequence], draft: Draft, final_BMD: Tensor, sampling: SamplingBatch
+    ) -> list[Output]:
+        """Verify, commit what was decided, and report it."""
+        with self._timed("sample"):
+            logits_BMV = self.target.logits(final_BMD.flatten(0, 1)).view(*final_BMD.shape[:2], -1)
+            scores_BMV = sampling.scores(logits_BMV, draft.token_BK)
+            verdict = verify(draft, scores_BMV, sampling)
+            tokens, accepted = verdict.token_BM.tolist(), verdict.num_accepted_B.tolist()
+            logprobs = self._logprobs(sequences, logits_BMV, verdict.token_BM)
+        outputs = []
+        for b, sequence in enumerate(sequences):
+            for counters in (sequence.counters, self.stats.speculation):
+                counters.add_block(draft.length[b], accepted[b])
+            sequence.cached = len(sequence) + accepted[b]
+            outputs.append(self._commit(sequence, tokens[b][: accepted[b] + 1], logprobs[b]))
+        return outputs
+
+    def _commit(self, sequence: Sequence, tokens: list[int], logprobs: list[Logprob]) -> Output:
+        """Append decided tokens up to the first end among them: EOS, a stop string, max_tokens, the context."""
+        kept, text = 0, ""
+        for token in tokens:
+            sequence.output.append(token)
+            kept += 1
+            stopped = False
+            if sequence.text is not None:
+                piece, stopped = sequence.text.push(token)
+                text += piece
+            if stopped or (token in self.options.eos_ids and not sequence.params.ignore_eos):
+                sequence.finish_reason = "stop"
+            elif len(sequence.output) == sequence.params.max_tokens or len(sequence) == self.options.max_length:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason is not None:
+                break
+        sequence.logprobs.extend(logprobs[:kept])
+        for counters in (sequence.counters, self.stats.speculation):
+            counters.emitted_tokens += kept
+        if sequence.finish_reason is not None:
+            if sequence.text is not None:
+                text += sequence.text.finish()
+                if sequence.text.stopped:  # what was held back may complete a stop string; stop beats length
+                    sequence.finish_reason = "stop"
+            self._retire(sequence)
+        else:
+            self.scheduler.table.truncate(sequence.pages, len(sequence))
+        return Output(
+            sequence.request_id,
+            sequence.choice,
+            tuple(tokens[:kept]),
+            text,
+            tuple(logprobs[:kept]),
+            sequence.finish_reason,
+            sequence.counters,
+        )
+
+    def _retire(self, sequence: Sequence) -> None:
+        sequence.status = Status.FINISHED
+        self.scheduler.release(sequence)
+        choices = self._requests.get(sequence.request_id)
+        if choices is not None and all(s.finished for s in choices):
+            del self._requests[sequence.request_id]
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def _pack(self, rows: list[tuple[Sequence, int, int]]) -> Batch:
+        return Batch.pack([s.span(start, stop) for s, start, stop in rows], PAGE_SIZE, self.device)
+
+    def _pack_blocks(self, sequences: list[Sequence], draft: Draft) -> Batch:
+        """The newest token of each sequence and its proposals: K + 1 uniform rows."""
+        num_rows = draft.token_BK.shape[1] + 1
+        spans = [Span((s.tokens(len(s) - 1, len(s))) * num_rows, len(s) - 1, s.pages, s.lane) for s in sequences]
+        newest_B1 = torch.tensor([[span.tokens[0]] for span in spans], device=self.device)
+        token_T = torch.cat((newest_B1, draft.token_BK), dim=1).flatten()
+        return Batch.pack(spans, PAGE_SIZE, self.device, token_T=token_T)
+
+    def _run_target(self, batch: Batch) -> Hidden:
+        self._attn.plan(batch)
+        return self.target(batch, self._attn, () if self.drafter is None else self.drafter.taps)
+
+    def _catch_up(self, sequences: list[Sequence], hidden: Hidden | None = None) -> None:
+        """Let the draft run over what was committed since it last did (and over its window again)."""
+        if self.drafter is None:
+            return
+        assert not self.drafter.reads_hidden or hidden is not None
+        rows = []
+        for sequence in sequences:
+            stop = min(len(sequence), sequence.cached + 1) - self.drafter.shift
+            start = sequence.draft_cached
+            if self.drafter.window is not None:
+                start = max(0, min(start, stop - self.drafter.window))
+            if stop <= self.scheduler.draft_max_length:
+                rows.append((sequence, start, stop))
+        if not rows:
+            return
+        with self._timed("catch_up"):
+            self.drafter.catch_up(self._pack(rows), hidden, self._carry)
+        for sequence, _, stop in rows:
+            sequence.draft_cached = stop
+
+    # -- small parts ------------------------------------------------------------------------------------------------
+
+    @property
+    def _reads_hidden(self) -> bool:
+        return self.drafter is not None and self.drafter.reads_hidden
+
+    def _sampling(self, sequences: list[Sequence], min_confidence: float | None = None) -> SamplingBatch:
+        return SamplingBatch([s.sampling_state() for s in sequences], self.device, min_confidence)
+
+    def _logprobs(self, sequences: list[Sequence], logits_BMV: Tensor, token_BM: Tensor) -> list[list[Logprob]]:
+        """Of the raw logits, for the sequences that ask; an entry for every decided token of theirs."""
+        out: list[list[Logprob]] = []
+        for b, sequence in enumerate(sequences):
+            wanted = sequence.params.logprobs
+            if wanted is None:
+                out.append([])
+                continue
+            logprob_MV = logits_BMV[b].to(torch.promote_types(logits_BMV.dtype, torch.float32)).log_softmax(-1)
+            chosen_M = logprob_MV.gather(1, token_BM[b].clamp(min=0)[:, None])[:, 0].tolist()
+            value_MN, id_MN = logprob_MV.topk(min(wanted, logprob_MV.shape[1]), dim=-1)
+            tops = [tuple(zip(i, v, strict=True)) for i, v in zip(id_MN.tolist(), value_MN.tolist(), strict=True)]
+            out.append([Logprob(value, top) for value, top in zip(chosen_M, tops, strict=True)])
+        return out
+
+    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
+        limit = self.options.max_length
+        vocab = self.target.config.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty, expected at least one token", "prompt")
+        if bad := [i for i in token_ids if not 0 <= i < vocab]:
+            raise RequestError(f"token id {bad[0]} is outside the vocabulary of {vocab}", "prompt")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, the context holds {limit} including at least one new token",
+                "prompt",
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none", "stop")
+        if params.k is not None and params.k > self.max_k:
+            raise RequestError(f"k is {params.k}, this engine drafts at most {self.max_k} tokens", "k")
+        table = self.scheduler.table
+        needed = table.pages_for(min(len(token_ids) + params.max_tokens + self.max_k + 1, limit))
+        if needed > table.num_usable:
+            raise CapacityError(
+                f"the request may need {needed} KV pages and there are {table.num_usable}; "
+                "lower max_tokens or give more --kv-memory"
+            )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count wall time to `phase`, taking it off the phase around it."""
+        outer = self._phase
+        self._count_time(phase)
+        try:
+            yield
+        finally:
+            self._count_time(outer)
+
+    def _count_time(self, next_phase: str | None) -> None:
+        now = time.perf_counter()
+        if self._phase is not None:
+            self.stats.seconds[self._phase] += now - self._since
+        self._phase, self._since = next_phase, now

@@ -1,0 +1,55 @@
+"""MODEL on a command line -> a local directory. It knows where models are, nothing about what is in them.
+
+Of a hub repository only data is fetched: configs, tokenizers, chat templates and safetensors; never code or pickles.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+from specctl.errors import CapacityError, CheckpointError
+
+WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+
+
+def locate(model: str) -> Path:
+    """The directory of `model`: a local directory, or a hub id `org/name[@revision]`, fetched when it is not yet here.
+
+    Raises CheckpointError when there is no such directory and none can be had; CapacityError when the disk is full.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model}: is a file; expected a model directory or a hub id like org/name")
+    hub_id = _HUB_ID.fullmatch(model)
+    if hub_id is None or ".." in model:
+        raise CheckpointError(f"{model}: no such directory; expected a model directory or a hub id like org/name")
+    return _fetch(hub_id["repo"], hub_id["revision"])
+
+
+def _fetch(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    name = f"{repo}@{revision}" if revision else repo
+    try:
+        path = snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"])
+    except GatedRepoError:
+        raise CheckpointError(f"{name}: access to this hub repository has to be asked for and a token set") from None
+    except RevisionNotFoundError:
+        raise CheckpointError(f"{name}: the hub repository {repo} has no revision {revision}") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(f"{name}: neither a local directory nor a repository on the hub") from None
+    except Exception as error:  # noqa: BLE001 - the client's transport errors share no base class
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise CapacityError(f"{name}: no disk space left for the download; free some or set HF_HOME") from None
+        raise CheckpointError(
+            f"{name}: no such directory, not among the models already fetched, and the hub does not answer "
+            f"({type(error).__name__}); give a local directory or connect and try again"
+        ) from None
+    return Path(path)

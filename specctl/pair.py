@@ -1,0 +1,255 @@
+"""A target, and a draft beside it, opened from what a command line names and checked against each other.
+
+This is where names become modules: dtype and device are resolved, vocabularies compared, the KV budget divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from specctl.checkpoint import Checkpoint, dtype_of
+from specctl.digest import tensors_sha
+from specctl.drafts import KINDS, Drafter
+from specctl.drafts.llama import LlamaDrafter
+from specctl.drafts.ngram import NgramDrafter
+from specctl.engine.engine import MAX_K, Engine, EngineOptions
+from specctl.engine.scheduler import DraftLength, Policy
+from specctl.errors import CapacityError, CheckpointError, IncompatiblePair, RequestError, UsageError
+from specctl.hub import locate
+from specctl.kv.cache import KVCache
+from specctl.kv.pages import PAGE_SIZE
+from specctl.models import FAMILIES, Llama, load
+from specctl.options import DecodingOptions, ModelOptions
+from specctl.prompts import Prompt
+from specctl.sampling.params import Accept
+from specctl.schemas.policy import PolicyFile, check_bound, read_policy
+from specctl.text.tokenizer import Tokenizer, eos_ids
+from specctl.text.vocabulary import check_vocabularies, eos_warning
+
+DEFAULT_K = 3
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target. name: as the user wrote it. max_length: the longest text it is run on here."""
+
+    name: str
+    checkpoint: Checkpoint
+    model: Llama
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    max_length: int
+    options: ModelOptions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.model.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.model.norm.weight.device
+
+    @property
+    def num_threads(self) -> int | None:
+        return torch.get_num_threads() if self.device.type == "cpu" else None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids. Raises RequestError when it needs a tokenizer or a template that is not there."""
+        if prompt.token_ids is not None:
+            return list(prompt.token_ids)
+        if self.tokenizer is None:
+            raise RequestError(f"is text, and {self.name} has no tokenizer; give token_ids", "prompt")
+        if prompt.messages is not None:
+            return self.tokenizer.chat(prompt.messages)
+        assert prompt.prompt is not None
+        return self.tokenizer.encode(prompt.prompt)
+
+
+@dataclass(frozen=True)
+class OpenedDraft:
+    """A draft fit for one target. checkpoint: None for a draft without weights. notices: what the user should know."""
+
+    name: str
+    drafter: Drafter
+    checkpoint: Checkpoint | None = None
+    notices: list[str] = field(default_factory=list)
+
+
+def open_target(name: str, options: ModelOptions) -> Target:
+    """Load a target. Raises CheckpointError, UsageError for a --max-model-len it cannot have, CapacityError for a device
+    that is not there."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    checkpoint = Checkpoint(locate(name))
+    device = resolve_device(options.device)
+    model = load(checkpoint, resolve_dtype(options.dtype, checkpoint, device), device)
+    limit = model.config.max_length
+    if options.max_model_len is not None and options.max_model_len > limit:
+        raise UsageError(f"--max-model-len {options.max_model_len}: {name} has a context of {limit} tokens")
+    tokenizer = Tokenizer(checkpoint.path) if has_tokenizer(checkpoint.path) else None
+    ids = eos_ids(checkpoint.config, checkpoint.generation_config, None if tokenizer is None else tokenizer.eos_id)
+    return Target(
+        name, checkpoint, model, tokenizer, frozenset(ids), min(limit, options.max_model_len or limit), options
+    )
+
+
+def open_draft(name: str, target: Target) -> OpenedDraft:
+    """Load what --draft names and check that it can draft for `target`.
+
+    Raises CheckpointError for what is no draft, IncompatiblePair naming the first token that differs.
+    """
+    if name == "ngram":
+        return OpenedDraft(name, NgramDrafter())
+    if name == "mtp":
+        raise IncompatiblePair(f"--draft mtp: {target.name} is no model with an MTP layer; expected a directory or ngram")
+    checkpoint = Checkpoint(locate(name))
+    if checkpoint.config.get("model_type") not in FAMILIES:
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'}: model_type {checkpoint.config.get('model_type')!r} is no draft this "
+            f"version can run (kinds: {', '.join(KINDS)}; model types: {', '.join(FAMILIES)})"
+        )
+    notices: list[str] = []
+    draft_rows, target_rows = checkpoint.config.get("vocab_size"), target.model.config.vocab_size
+    shared = min(draft_rows, target_rows) if isinstance(draft_rows, int) else target_rows
+    if target.tokenizer is not None and has_tokenizer(checkpoint.path):
+        tokenizer = Tokenizer(checkpoint.path)
+        shared = check_vocabularies(target.tokenizer, tokenizer, target_rows, shared)
+        own = eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id)
+        if warning := eos_warning(target.eos_ids, own):
+            notices.append(f"{name}: {warning}")
+    elif draft_rows != target_rows:
+        raise IncompatiblePair(
+            f"{name}: has a vocabulary of {draft_rows} and {target.name} one of {target_rows}, and without both "
+            "tokenizers it cannot be told which tokens they share; add the tokenizer files"
+        )
+    else:
+        notices.append(f"{name}: has no tokenizer to compare; its token ids are taken to be the target's")
+    model = load(checkpoint, target.dtype, target.device)
+    return OpenedDraft(name, LlamaDrafter(model, shared), checkpoint, notices)
+
+
+def open_policy(decoding: DecodingOptions, target: Target, draft: OpenedDraft | None) -> tuple[Policy, Accept | None]:
+    """The policy in force and the acceptance it names: --k over POLICY.yaml over the default of 3."""
+    if draft is None:
+        for flag, value in (("--k", decoding.k), ("--policy", decoding.policy), ("--accept", decoding.accept)):
+            if value:
+                raise UsageError(f"{flag} is given but no --draft; name a draft, or ngram")
+        return constant(0), None
+    limit = min(MAX_K, draft.drafter.max_k or MAX_K)
+    if decoding.k is not None and decoding.k > limit:
+        raise UsageError(f"--k {decoding.k}: {draft.name} drafts at most {limit} tokens")
+    if decoding.policy is None:
+        return constant(DEFAULT_K if decoding.k is None else decoding.k), decoding.accept
+    file = read_policy(decoding.policy)
+    shas = [None if c is None else tensors_sha(c) for c in (draft.checkpoint, target.checkpoint)]
+    draft.notices.extend(check_bound(file, decoding.policy, draft.drafter.kind, *shas))
+    if file.max_k > limit:
+        raise UsageError(f"{decoding.policy}: k {file.max_k} is more than {draft.name} can draft ({limit})")
+    accept = decoding.accept or file.accept.as_accept()
+    return (_from_file(file) if decoding.k is None else constant(decoding.k)), accept
+
+
+def constant(k: int) -> Policy:
+    return lambda batch, context: DraftLength(k)
+
+
+def _from_file(file: PolicyFile) -> Policy:
+    def policy(batch: int, context: float) -> DraftLength:
+        cell = file.lookup(batch, context)
+        return DraftLength(cell.k, cell.confidence)
+
+    return policy
+
+
+def build_engine(
+    target: Target,
+    draft: OpenedDraft | None = None,
+    policy: Policy | None = None,
+    *,
+    max_sequences: int = 1,
+    accept: Accept | None = None,
+    seed: int = 0,
+    ignore_tokenizer: bool = False,
+    announce: Callable[[str], None] = lambda sentence: None,
+) -> Engine:
+    """An engine over a loaded pair, its KV cache as large as --kv-memory says or the batch can use.
+
+    Raises CapacityError when not even one text of --max-model-len fits a given --kv-memory.
+    """
+    drafter = None if draft is None else draft.drafter
+    layers = target.model.kv_layers("target") + ([] if drafter is None else drafter.kv_layers)
+    page_bytes = KVCache.bytes_per_page(layers)
+    options = EngineOptions(
+        num_pages=2,
+        max_length=target.max_length,
+        max_sequences=max_sequences,
+        attention=target.options.attention,
+        accept=accept,
+        eos_ids=target.eos_ids,
+        seed=seed,
+    )
+    options = _divide_memory(options, target, page_bytes, announce)
+    tokenizer = None if ignore_tokenizer else target.tokenizer
+    return Engine(target.model, options, drafter, policy or constant(0), tokenizer)
+
+
+def _divide_memory(
+    options: EngineOptions, target: Target, page_bytes: int, announce: Callable[[str], None]
+) -> EngineOptions:
+    """Options with the number of pages, and with a shorter context when memory holds no longer one."""
+    wanted = options.max_sequences * -(-(target.max_length + MAX_K + 2) // PAGE_SIZE) + 1
+    if target.options.kv_memory is not None:
+        affordable = int(target.options.kv_memory * GIB) // page_bytes
+    else:
+        share = 0.5 if target.device.type == "cpu" else 0.9  # of a CPU's memory others want something too
+        affordable = int(free_memory(target.device) * share) // page_bytes
+    num_pages = min(wanted, affordable)
+    holds = (num_pages - 1) * PAGE_SIZE
+    if holds >= target.max_length:
+        return replace(options, num_pages=num_pages)
+    if holds < PAGE_SIZE or target.options.max_model_len is not None:
+        raise CapacityError(
+            f"--kv-memory: {max(affordable, 0) * page_bytes / GIB:.3g} GiB hold {max(holds, 0)} tokens of KV cache, one "
+            f"text may have {target.max_length}; give more, or a smaller --max-model-len"
+        )
+    announce(f"the KV cache holds {holds} tokens: the context is cut from {target.max_length} to that")
+    return replace(options, num_pages=num_pages, max_length=holds)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had: of the device, or of the machine (Linux; elsewhere 4 GiB are assumed)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return 4 * GIB
+
+
+def has_tokenizer(path: Path) -> bool:
+    return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto: CUDA when there is one. Raises CapacityError when the device named is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise CapacityError(f"--device {name}: this machine has {torch.cuda.device_count()} usable CUDA devices")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """auto: the checkpoint's own on CUDA; on a CPU float32 for 16-bit weights, which few CPUs compute with fast."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    dtype = dtype_of(checkpoint.config, str(checkpoint.path / "config.json"))
+    return torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype

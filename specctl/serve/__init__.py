@@ -1,0 +1,1 @@
+"""The HTTP server: request bodies (`fields`, `openai`), responses (`answers`)."""

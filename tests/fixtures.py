@@ -1,0 +1,25 @@
+"""Fixtures that any test may use. tests/conftest.py imports them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """make(tiny.llama, seed=1) writes that checkpoint once a test run and returns its directory. Do not write into it."""
+    made: dict[str, Path] = {}
+
+    def write(function: Callable[..., Path], **arguments: Any) -> Path:
+        key = repr((function.__name__, sorted(arguments.items())))
+        if key not in made:
+            made[key] = function(tmp_path_factory.mktemp(function.__name__) / "model", **arguments)
+        return made[key]
+
+    return write
