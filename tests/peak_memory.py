@@ -1,6 +1,6 @@
-"""Run as a program: loads a checkpoint for serving and prints, in bytes, the anonymous memory before, at most and after.
+"""Run as a program: loads a checkpoint for serving and prints its anonymous memory before, at most and after.
 
-usage: peak_memory.py DIRECTORY DTYPE
+usage: peak_memory.py DIRECTORY DTYPE      (the output is JSON, in bytes)
 """
 
 from __future__ import annotations

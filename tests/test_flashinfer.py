@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,6 @@ import attention_passes as passes
 import flashinfer_standin as standin
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specctl.attention import choose, flashinfer
 from specctl.attention.flashinfer import FlashInferAttention
@@ -200,20 +199,30 @@ def test_plans_far_ahead_of_the_device_are_not_overwritten(monkeypatch: pytest.M
         attn.plan(decode)
 
 
-@functools.cache
-def planning(heads: int, groups: int, head_dim: int) -> FlashInferAttention:
-    standin.forget_copies()
-    return started(standin.release(standin.OLDEST), one_layer(groups=groups, head_dim=head_dim, pages=2), heads)
+def batch_shapes() -> Iterator[list[tuple[int, int]]]:
+    """(rows, context) of every sequence: uniform batches of every size up to where nothing fits, and ragged ones."""
+    for rows, context in itertools.product((1, 2, 5, 9, 16), (100, 700)):
+        yield from ([(rows, context)] * sequences for sequences in range(1, 25))
+    draw = random.Random(0)
+    for _ in range(100):
+        longest = draw.choice((4, 9, 33))
+        yield [(draw.randint(1, longest), draw.randint(0, 1500)) for _ in range(draw.randint(1, 24))]
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    shape=st.sampled_from([(32, 8, 128), (64, 8, 128), (28, 4, 128), (9, 3, 64), (16, 16, 256), (64, 4, 128)]),
-    spans=st.lists(st.tuples(st.integers(0, 20_000), st.sampled_from([1, 2, 4, 6, 9, 33])), min_size=1, max_size=64),
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim"), [(32, 8, 128), (28, 4, 128), (9, 3, 64), (16, 16, 256), (64, 4, 128)]
 )
-def test_split_contexts_fit_the_workspace(shape: tuple[int, int, int], spans: list[tuple[int, int]]) -> None:
-    pages = [1] * (20_100 // 16)
-    planning(*shape).plan(Batch.pack([Span([0] * rows, start, pages, i) for i, (start, rows) in enumerate(spans)]))
+def test_split_contexts_fit_the_workspace(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, head_dim: int
+) -> None:
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 2**22)  # soon full
+    module = standin.release(standin.OLDEST)
+    attn = started(module, one_layer(groups=groups, head_dim=head_dim, pages=2), heads)
+    for sequences in batch_shapes():
+        spans = [Span([0] * rows, context, [1] * 100, i) for i, (rows, context) in enumerate(sequences)]
+        attn.plan(Batch.pack(spans))  # the stand-in raises when the parts do not fit
+    options = [named for _, method, _, named in module.calls if method == "plan"]
+    assert 100 < sum("fixed_split_size" in option for option in options) < len(options) - 100
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def references(paths: dict[str, Path]) -> dict[str, object]:
     return {kind: AutoTokenizer.from_pretrained(str(path)) for kind, path in paths.items()}
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(stream=_streams())
 def test_pieces_put_together_are_the_text_of_all_ids(
     tokenizers: dict[str, Tokenizer], references: dict[str, object], stream: tuple[str, list[int], list[int], bool]
@@ -134,7 +134,7 @@ def _feed(stops: StopStrings, pieces: Sequence[str]) -> list[str]:
 LETTERS = st.text(alphabet="ab\N{GRINNING FACE}", max_size=12)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     pieces=st.lists(LETTERS, max_size=8),
     stops=st.lists(st.text(alphabet="ab\N{GRINNING FACE}", min_size=1, max_size=6), max_size=4),
@@ -146,7 +146,7 @@ def test_any_cut_of_any_text_shows_the_same(pieces: list[str], stops: list[str],
     assert ("".join(shown), matcher.stopped) == _reference("".join(pieces), stops, include)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(LETTERS, max_size=8), stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3))
 def test_no_more_is_held_back_than_a_stop_string_could_need(pieces: list[str], stops: list[str]) -> None:
     matcher, seen, shown = StopStrings(stops), "", ""

@@ -93,7 +93,7 @@ def llama(
 ) -> Path:
     """A random model of the Llama family whose attention works and whose greedy text is diverse. The head is not tied
     unless tie_word_embeddings=True. Any key of config.json can be given; ABSENT leaves one out."""
-    config = _config(model_type, dtype) | config_overrides
+    config = base_config(model_type, dtype) | config_overrides
     config = {key: value for key, value in config.items() if value is not ABSENT}
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(name, shape, generator).to(dtype) for name, shape in shapes(config).items()}
@@ -121,7 +121,7 @@ def table(path: Path, rows: Rows, *, vocab: int = VOCAB, dtype: torch.dtype = to
     """
     width = 1024
     assert vocab <= width, f"a table has room for {width} tokens"
-    config = _config("llama", dtype) | {
+    config = base_config("llama", dtype) | {
         "vocab_size": vocab,
         "hidden_size": width,
         "intermediate_size": 2,
@@ -236,7 +236,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((path / "config.json").read_text()), tensors
 
 
-def _config(model_type: str, dtype: torch.dtype) -> dict[str, Any]:
+def base_config(model_type: str = "llama", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The config.json that llama() starts from."""
     config = {
         "architectures": [ARCHITECTURES.get(model_type, "LlamaForCausalLM")],
         "model_type": model_type,

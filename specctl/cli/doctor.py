@@ -44,15 +44,22 @@ def _rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     for package in diagnosis.packages:
         yield "", _package(package)
     yield "processor", f"{cpu.model}, {cpu.threads} threads to use"
-    yield "", f"torch uses {cpu.capability or 'nothing'}; has {' '.join(cpu.flags) or 'no vector instructions known here'}"
-    yield "", "weights are packed for few rows" if cpu.packed_linear else "no oneDNN: weights are not packed for few rows"
+    yield (
+        "",
+        f"torch uses {cpu.capability or 'nothing'}; has {' '.join(cpu.flags) or 'no vector instructions known here'}",
+    )
+    yield (
+        "",
+        "weights are packed for few rows" if cpu.packed_linear else "no oneDNN: weights are not packed for few rows",
+    )
     for label, device in zip(_labels("devices", len(diagnosis.devices)), diagnosis.devices, strict=True):
         yield label, _device(device)
     for label, backend in zip(_labels("attention", len(diagnosis.attention)), diagnosis.attention, strict=True):
         yield label, f"{backend.name}: {'works' if backend.why_not is None else f'no: {backend.why_not}'}"
     for label, extra in zip(_labels("extras", len(diagnosis.extras)), diagnosis.extras, strict=True):
         yield label, f"{extra.name}: {extra.purpose}"
-        yield "", f"  missing {', '.join(extra.missing)}: pip install 'specctl[{extra.name}]'" if extra.missing else "  there"
+        missing = f"missing {', '.join(extra.missing)}: {' && '.join(extra.remedy)}"
+        yield "", f"  {missing if extra.missing else 'there'}"
 
 
 def _labels(first: str, count: int) -> list[str]:

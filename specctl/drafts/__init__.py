@@ -1,7 +1,7 @@
-"""Drafts: whatever proposes tokens for a target. One narrow interface for every kind; nothing above asks which kind it is.
+"""Drafts: whatever proposes tokens for a target. One narrow interface for every kind; nothing above asks which it is.
 
 A drafter has its own watermark in the sequence's pages and its own carry: the logits (and hidden states) its last row
-left, from which the first token of the next block is drawn. Legend: B sequences, K draft slots, V vocabulary, D scored ids.
+left, from which the first token of the next block is drawn. Legend: B sequences, K draft slots, D scored ids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("llama", "ngram")
 
 @dataclass(frozen=True)
 class Dense:
-    """q over columns 0..D - 1 (or over the target ids ids_D): the distribution each token was really drawn from."""
+    """q, the distribution each token was really drawn from, over columns 0..D - 1 or over the target ids ids_D."""
 
     prob_BKD: Tensor
     ids_D: Tensor | None = None
@@ -37,7 +37,8 @@ class OneHot:
 class Draft:
     """A block of proposals. Slots from length[b] on are masked: neither drafted nor rejected.
 
-    token_BK: int64 on the device. length: on the host. parent_BK: for trees, the slot each slot follows; None for chains.
+    token_BK: int64 on the device, some valid id in masked slots too. length: on the host. parent_BK: for trees, the
+    slot each slot follows; None for chains.
     """
 
     token_BK: Tensor
@@ -59,9 +60,10 @@ class Drafter(Protocol):
 
     taps: the target's residuals it reads besides the final hidden state. reads_hidden: whether catch_up needs `hidden`
     (then it must follow every step; else it may lag and catch up in one chunk). shift: 0 when its row at position i
-    holds token i, 1 when it holds token i + 1 beside the hidden state of i. window: how many of the last committed rows
-    it runs again after each block (their number then does not depend on what was accepted); None: just the new ones.
-    attn: attention over its own layers; set by the engine when it has any.
+    holds token i, 1 when it holds token i + 1 beside the hidden state of i. window: after a block it runs over the last
+    `window` committed rows, whatever was accepted, because drafting itself has filled its cache up to them. None:
+    drafting fills nothing, it runs over every new row. attn: attention over its own layers; set by the engine when it
+    has any.
     """
 
     kind: str
@@ -78,10 +80,10 @@ class Drafter(Protocol):
         """The layers it appends to the cache, all with owner "draft"."""
 
     def new_carry(self, num_lanes: int) -> Any:
-        """Buffers for `num_lanes` sequences, opaque to the caller; catch_up fills them and draft reads them, by lane."""
+        """Buffers for `num_lanes` sequences, opaque to the caller; catch_up fills and draft reads them, by lane."""
 
     def catch_up(self, rows: Batch, hidden: Hidden | None, carry: Any) -> None:
         """Run over newly committed rows and leave in `carry` what the last row of each sequence gives."""
 
     def draft(self, batch: Batch, carry: Any, k: list[int], sampling: SamplingBatch) -> Draft:
-        """Propose up to k[b] tokens for each sequence of `batch`, whose one row a sequence stands at the next position."""
+        """Propose up to k[b] tokens for each sequence of `batch`, whose one row each stands at the next position."""

@@ -1,6 +1,6 @@
 """A small Llama-family model that drafts for a larger one: the target-draft scheme.
 
-Its keys and values lie in its own layers of the shared pages; it reads tokens only, so it may be left behind and catch up.
+Its keys and values lie in its own layers of the shared pages; it reads tokens only, so it may lag and catch up later.
 Legend: B sequences, K slots, V ids shared with the target.
 """
 
@@ -30,8 +30,8 @@ class LlamaDrafter:
     taps: tuple[int, ...] = ()
     reads_hidden = False
     shift: Literal[0, 1] = 0
-    # The last accepted token and the definite one: the first is missing only when the whole block was accepted, but
-    # two rows for every sequence every time keep the shapes of the pass fixed.
+    # The last accepted token and the definite one. Drafting has run over all accepted tokens but the block's last, so
+    # the first of the two is missing only when the whole block was accepted; two rows every time keep the shapes fixed.
     window: int | None = 2
 
     def __init__(self, model: Llama, vocab_size: int) -> None:

@@ -1,10 +1,11 @@
-"""Prompt lookup: propose what followed the last occurrence of the newest tokens. The baseline a learned draft must beat.
+"""Prompt lookup: propose what followed the last occurrence of the newest tokens. The baseline for learned drafts.
 
 It has no weights, no cache and no opinion about probabilities: its q is one-hot. It thinks on the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,13 +28,11 @@ class _Text:
     tokens: list[int] = field(default_factory=list)
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def write(self, start: int, tokens: list[int]) -> None:
-        assert start <= len(self.tokens), "rows of the text are missing"
+    def append(self, tokens: Seq[int]) -> None:
         first_new = len(self.tokens)
-        del self.tokens[start:]
         self.tokens.extend(tokens)
         # The n-grams that end in the last token are entered when the next one comes: until then nothing follows them.
-        for end in range(max(first_new, 1), len(self.tokens)):
+        for end in range(first_new, len(self.tokens)):
             for n in range(MIN_MATCH, MAX_MATCH + 1):
                 if end >= n:
                     self.after[tuple(self.tokens[end - n : end])] = end
@@ -77,7 +76,8 @@ class NgramDrafter:
         for span in rows.spans:
             if span.start == 0:
                 carry[span.lane] = _Text()
-            carry[span.lane].write(span.start, list(span.tokens))
+            assert span.start == len(carry[span.lane].tokens), "rows of the text are missing or come twice"
+            carry[span.lane].append(span.tokens)
 
     def draft(self, batch: Batch, carry: list[_Text], k: list[int], sampling: SamplingBatch) -> Draft:
         blocks = [carry[span.lane].continuation(limit) for span, limit in zip(batch.spans, k, strict=True)]

@@ -1,14 +1,12 @@
 """Engine: steps a target and its draft together. It knows the drafter by its interface only and gets K from a callable.
 
 A decode-only step: the draft proposes from what was carried over, the target scores the proposals in one pass, verify()
-keeps a prefix and decides one more token, and the draft runs over what was committed so that its next proposal is ready.
+keeps a prefix and decides one more token, and the draft runs over what was committed so that it can propose again.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +15,11 @@ from torch import Tensor
 
 from specctl import attention
 from specctl.drafts import Draft, Drafter, OneHot
+from specctl.engine.logprobs import logprobs_of
 from specctl.engine.scheduler import DecodeStep, DraftLength, Policy, PrefillStep, Scheduler
 from specctl.engine.sequence import Logprob, Sequence, Status
 from specctl.engine.stats import EngineStats, SpeculationCounters
-from specctl.engine.verify import verify
+from specctl.engine.verify import Verdict, verify
 from specctl.errors import CapacityError, RequestError
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
@@ -34,6 +33,10 @@ from specctl.text.tokenizer import Tokenizer
 
 MAX_K = 16
 """The longest block of a chain; it bounds the slots kept free for a step."""
+
+
+Observer = Callable[[list[Sequence], Draft, Tensor, Verdict], None]
+"""Shown every decision before it is committed: the sequences, their drafts, the processed scores [B, M, V], the verdict."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,14 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Output:
-    """What a step adds to one choice: token ids, the text that is final by now, logprobs. The last one has a reason."""
+    """What a step adds to one choice: token ids, the text that is final by now, logprobs. The last one has a reason.
+
+    offsets: where the text of each token starts in the choice's decoded text, in characters."""
 
     request_id: int
     choice: int
     token_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
     text: str
     logprobs: tuple[Logprob, ...]
     finish_reason: str | None
@@ -88,6 +94,7 @@ class Engine:
         self.options = options
         self.tokenizer = tokenizer
         self.stats = EngineStats()
+        self.observer: Observer | None = None
         self.max_k = 0 if drafter is None else min(MAX_K, drafter.max_k or MAX_K)
         self.device = target.model.norm.weight.device
         layers = target.kv_layers("target") + ([] if drafter is None else drafter.kv_layers)
@@ -109,13 +116,12 @@ class Engine:
         )
         self._requests: dict[int, list[Sequence]] = {}
         self._num_requests = 0
-        self._phase: str | None = None
-        self._since = 0.0
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add(self, token_ids: list[int], params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises RequestError naming the parameter, CapacityError when it can never fit."""
+        """Queue a request and return its id. Raises RequestError naming the parameter, CapacityError when it can never
+        fit."""
         self._check_request(token_ids, params)
         request_id = self._num_requests
         self._num_requests += 1
@@ -170,7 +176,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Run one step of the batch; one Output for every choice that got tokens."""
-        with self._timed("host"):
+        with self.stats.timed("host"):
             step = self.scheduler.schedule()
             self.stats.preemptions = self.scheduler.preemptions
             if isinstance(step, PrefillStep):
@@ -191,12 +197,12 @@ class Engine:
         return choices
 
     def _prefill(self, step: PrefillStep) -> list[Output]:
-        """Prompt chunks, and one plain token for each rider. A finished prompt is sampled at once; the draft runs over the
-        same rows and the new token, and what it would say next is carried over."""
+        """Prompt chunks, and one plain token for each rider. A finished prompt is sampled at once; the draft runs over
+        the same rows and the new token, and what it would say next is carried over."""
         self.stats.prefill_steps += 1
         chunks = [(s, s.cached, stop) for s, stop in step.chunks]
         rows = chunks + [(s, s.cached, len(s)) for s in step.riders]
-        with self._timed("prefill"):
+        with self.stats.timed("prefill"):
             batch = self._pack(rows)
             hidden = self._run_target(batch)
         complete = [(i, s) for i, (s, _, stop) in enumerate(rows) if stop == len(s)]
@@ -210,15 +216,16 @@ class Engine:
                 sequence.status = Status.DECODING
             outputs = self._plain_tokens(sequences, hidden.final_TD[row_R])
         # A draft that reads hidden states follows every row; another leaves the riders behind, for one chunk later.
-        followers = [s for s, _, _ in (rows if self._reads_hidden else chunks)]
-        self._catch_up([s for s in followers if not s.finished and self.scheduler.wants_draft(s)], hidden)
+        if self._reads_hidden:
+            followers = [s for s, _, _ in rows]
+        else:
+            followers = [s for s, _ in step.chunks if self.scheduler.wants_draft(s)]
+        self._catch_up([s for s in followers if not s.finished], hidden)
         return outputs
 
     def _plain_tokens(self, sequences: list[Sequence], final_BD: Tensor) -> list[Output]:
         """Decide one token for each sequence from the target alone."""
-        sampling = self._sampling(sequences)
-        empty = Draft(torch.zeros(len(sequences), 0, dtype=torch.int64, device=self.device), [0] * len(sequences), OneHot())
-        return self._decide(sequences, empty, final_BD[:, None], sampling)
+        return self._decide(sequences, self._no_draft(len(sequences)), final_BD[:, None], self._sampling(sequences))
 
     def _decode(self, step: DecodeStep) -> list[Output]:
         sequences = step.sequences
@@ -226,22 +233,28 @@ class Engine:
         draft = self._draft(step, sampling)
         num_slots = draft.token_BK.shape[1]
         self.stats.steps_by_k[num_slots] = self.stats.steps_by_k.get(num_slots, 0) + 1
-        with self._timed("verify"):
+        with self.stats.timed("verify"):
             batch = self._pack_blocks(sequences, draft)
             hidden = self._run_target(batch)
         final_BMD = hidden.final_TD.view(len(sequences), num_slots + 1, -1)
         outputs = self._decide(sequences, draft, final_BMD, sampling)
-        followers = [s for s, k in zip(sequences, step.k, strict=True) if k or self._reads_hidden]
-        self._catch_up([s for s in followers if not s.finished], hidden)
+        followers = []
+        for sequence, k in zip(sequences, step.k, strict=True):
+            if k and self.drafter is not None and self.drafter.window is not None:
+                # Drafting has run over what was accepted of the block.
+                sequence.draft_cached = max(sequence.draft_cached, len(sequence) - self.drafter.window)
+            if (k or self._reads_hidden) and not sequence.finished:
+                followers.append(sequence)
+        self._catch_up(followers, hidden)
         return outputs
 
     def _draft(self, step: DecodeStep, sampling: SamplingBatch) -> Draft:
         """The block of every sequence, cut to the longest one really proposed."""
         sequences, k = step.sequences, step.k
         if self.drafter is None or max(k) == 0:
-            return Draft(torch.zeros(len(k), 0, dtype=torch.int64, device=self.device), [0] * len(k), OneHot())
+            return self._no_draft(len(k))
         self._catch_up([s for s, limit in zip(sequences, k, strict=True) if limit and s.draft_cached < len(s)])
-        with self._timed("draft"):
+        with self.stats.timed("draft"):
             spans = [Span((0,), len(s), s.pages, s.lane) for s in sequences]
             draft = self.drafter.draft(Batch.pack(spans, PAGE_SIZE, self.device), self._carry, k, sampling)
         longest = max(draft.length)
@@ -251,12 +264,15 @@ class Engine:
         self, sequences: list[Sequence], draft: Draft, final_BMD: Tensor, sampling: SamplingBatch
     ) -> list[Output]:
         """Verify, commit what was decided, and report it."""
-        with self._timed("sample"):
+        with self.stats.timed("sample"):
             logits_BMV = self.target.logits(final_BMD.flatten(0, 1)).view(*final_BMD.shape[:2], -1)
             scores_BMV = sampling.scores(logits_BMV, draft.token_BK)
             verdict = verify(draft, scores_BMV, sampling)
+            if self.observer is not None:
+                self.observer(sequences, draft, scores_BMV, verdict)
             tokens, accepted = verdict.token_BM.tolist(), verdict.num_accepted_B.tolist()
-            logprobs = self._logprobs(sequences, logits_BMV, verdict.token_BM)
+            wanted = [s.params.logprobs for s in sequences]
+            logprobs = logprobs_of(logits_BMV, verdict.token_BM, wanted)
         outputs = []
         for b, sequence in enumerate(sequences):
             for counters in (sequence.counters, self.stats.speculation):
@@ -267,10 +283,11 @@ class Engine:
 
     def _commit(self, sequence: Sequence, tokens: list[int], logprobs: list[Logprob]) -> Output:
         """Append decided tokens up to the first end among them: EOS, a stop string, max_tokens, the context."""
-        kept, text = 0, ""
+        offsets: list[int] = []
+        text = ""
         for token in tokens:
             sequence.output.append(token)
-            kept += 1
+            offsets.append(0 if sequence.text is None else sequence.text.decoded_length)
             stopped = False
             if sequence.text is not None:
                 piece, stopped = sequence.text.push(token)
@@ -281,6 +298,7 @@ class Engine:
                 sequence.finish_reason = "length"
             if sequence.finish_reason is not None:
                 break
+        kept = len(offsets)
         sequence.logprobs.extend(logprobs[:kept])
         for counters in (sequence.counters, self.stats.speculation):
             counters.emitted_tokens += kept
@@ -296,6 +314,7 @@ class Engine:
             sequence.request_id,
             sequence.choice,
             tuple(tokens[:kept]),
+            tuple(offsets),
             text,
             tuple(logprobs[:kept]),
             sequence.finish_reason,
@@ -324,7 +343,8 @@ class Engine:
 
     def _run_target(self, batch: Batch) -> Hidden:
         self._attn.plan(batch)
-        return self.target(batch, self._attn, () if self.drafter is None else self.drafter.taps)
+        hidden: Hidden = self.target(batch, self._attn, () if self.drafter is None else self.drafter.taps)
+        return hidden
 
     def _catch_up(self, sequences: list[Sequence], hidden: Hidden | None = None) -> None:
         """Let the draft run over what was committed since it last did (and over its window again)."""
@@ -339,12 +359,17 @@ class Engine:
                 start = max(0, min(start, stop - self.drafter.window))
             if stop <= self.scheduler.draft_max_length:
                 rows.append((sequence, start, stop))
-        if not rows:
-            return
-        with self._timed("catch_up"):
-            self.drafter.catch_up(self._pack(rows), hidden, self._carry)
-        for sequence, _, stop in rows:
-            sequence.draft_cached = stop
+        with self.stats.timed("catch_up"):
+            while rows:
+                # A draft left far behind comes on by a chunk of the prompt (and the token after it) at a time.
+                ends = [min(start + self.options.chunk + 1, stop) for _, start, stop in rows]
+                now = [(sequence, start, end) for (sequence, start, _), end in zip(rows, ends, strict=True)]
+                self.drafter.catch_up(self._pack(now), hidden, self._carry)
+                for sequence, _, end in now:
+                    sequence.draft_cached = end
+                rows = [
+                    (sequence, end, stop) for (sequence, _, stop), end in zip(rows, ends, strict=True) if end < stop
+                ]
 
     # -- small parts ------------------------------------------------------------------------------------------------
 
@@ -352,23 +377,12 @@ class Engine:
     def _reads_hidden(self) -> bool:
         return self.drafter is not None and self.drafter.reads_hidden
 
+    def _no_draft(self, num_sequences: int) -> Draft:
+        tokens = torch.zeros(num_sequences, 0, dtype=torch.int64, device=self.device)
+        return Draft(tokens, [0] * num_sequences, OneHot())
+
     def _sampling(self, sequences: list[Sequence], min_confidence: float | None = None) -> SamplingBatch:
         return SamplingBatch([s.sampling_state() for s in sequences], self.device, min_confidence)
-
-    def _logprobs(self, sequences: list[Sequence], logits_BMV: Tensor, token_BM: Tensor) -> list[list[Logprob]]:
-        """Of the raw logits, for the sequences that ask; an entry for every decided token of theirs."""
-        out: list[list[Logprob]] = []
-        for b, sequence in enumerate(sequences):
-            wanted = sequence.params.logprobs
-            if wanted is None:
-                out.append([])
-                continue
-            logprob_MV = logits_BMV[b].to(torch.promote_types(logits_BMV.dtype, torch.float32)).log_softmax(-1)
-            chosen_M = logprob_MV.gather(1, token_BM[b].clamp(min=0)[:, None])[:, 0].tolist()
-            value_MN, id_MN = logprob_MV.topk(min(wanted, logprob_MV.shape[1]), dim=-1)
-            tops = [tuple(zip(i, v, strict=True)) for i, v in zip(id_MN.tolist(), value_MN.tolist(), strict=True)]
-            out.append([Logprob(value, top) for value, top in zip(chosen_M, tops, strict=True)])
-        return out
 
     def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         limit = self.options.max_length
@@ -393,19 +407,3 @@ class Engine:
                 f"the request may need {needed} KV pages and there are {table.num_usable}; "
                 "lower max_tokens or give more --kv-memory"
             )
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Count wall time to `phase`, taking it off the phase around it."""
-        outer = self._phase
-        self._count_time(phase)
-        try:
-            yield
-        finally:
-            self._count_time(outer)
-
-    def _count_time(self, next_phase: str | None) -> None:
-        now = time.perf_counter()
-        if self._phase is not None:
-            self.stats.seconds[self._phase] += now - self._since
-        self._phase, self._since = next_phase, now

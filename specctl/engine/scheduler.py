@@ -1,4 +1,4 @@
-"""Scheduler: who runs in the next step, with which rows, on which pages. It knows lengths only, never tensors or logits.
+"""Scheduler: who runs in the next step, with which rows, on which pages. It knows lengths only, no tensors or logits.
 
 Rules. A prefill step takes up to `chunk` prompt tokens, carries the decoding sequences as plain rows, and never
 speculates. Between two prefill steps there is a decode-only step while anything is decoding, so that a busy
@@ -41,11 +41,12 @@ class DraftLength:
 
 
 Policy = Callable[[int, float], DraftLength]
-"""(number of decoding sequences, their mean cached length) -> DraftLength, asked once a step."""
+"""(number of decoding sequences, their mean cached length) -> DraftLength, asked for every decode-only step, and in
+prefill for each sequence whether the draft should follow."""
 
 
 class Scheduler:
-    """max_draft_position: the longest text the draft can be run on (None: no draft, or no limit of its own)."""
+    """draft_max_length: the longest text the draft can be run on (None: no draft, or no limit of its own)."""
 
     def __init__(
         self,
@@ -151,10 +152,9 @@ class Scheduler:
         return DecodeStep(running, [wanted[id(s)] for s in running], choice.min_confidence) if running else None
 
     def wants_draft(self, sequence: Sequence) -> bool:
-        """Whether the draft is worth running over the sequence's prompt now, by what the policy says of the present load."""
-        if sequence.params.k is not None:
-            return sequence.params.k > 0
-        return self.policy(len(self.running), float(sequence.cached)).k > 0
+        """Whether the draft is worth running over the sequence's prompt now: it has room for the text and more, and the
+        request or, by the present load, the policy would have it draft."""
+        return self._draft_length(sequence, self.policy(len(self.running), float(sequence.cached)).k) > 0
 
     def _draft_length(self, sequence: Sequence, policy_k: int) -> int:
         """k shortened by the context limits only: the block and the token after it must fit target and draft."""

@@ -28,7 +28,7 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """cached: positions whose keys and values the target has. draft_cached: the same for the draft.
 

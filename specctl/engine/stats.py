@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -31,6 +34,20 @@ class SpeculationCounters:
             counts.extend([0] * (drafted - len(counts)))
             for k in range(reached):
                 counts[k] += 1
+
+    def add(self, other: SpeculationCounters) -> None:
+        """Count what another has counted, too."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.emitted_tokens += other.emitted_tokens
+        for mine, theirs in (
+            (self.drafted_per_position, other.drafted_per_position),
+            (self.accepted_per_position, other.accepted_per_position),
+        ):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for k, count in enumerate(theirs):
+                mine[k] += count
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -70,3 +87,21 @@ class EngineStats:
     aborts: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _phase: str | None = None
+    _since: float = 0.0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count wall time to `phase`, taking it off the phase around it."""
+        outer = self._phase
+        self._turn_to(phase)
+        try:
+            yield
+        finally:
+            self._turn_to(outer)
+
+    def _turn_to(self, phase: str | None) -> None:
+        now = time.perf_counter()
+        if self._phase is not None:
+            self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now

@@ -84,23 +84,22 @@ def _accept_ratio(
     index_S = _rows(wanted, accept_BK.device)
     token_SK = draft.token_BK[index_S]
     p_SK = _probability(scores_BMV[index_S, :-1]).gather(2, token_SK[..., None])[..., 0].double()
-    q_SK = _proposal_probability(draft, index_S)
+    q_SK = _proposal_probability(draft, index_S, scores_BMV.shape[2])
     u_SK = torch.stack([sampling.uniform(k, noise.ACCEPT)[index_S] for k in range(token_SK.shape[1])], dim=1)
     accept_SK = (u_SK * q_SK < p_SK) & drafted_BK[index_S]
     return accept_BK.index_copy(0, index_S, accept_SK)
 
 
-def _proposal_probability(draft: Draft, index_S: Tensor) -> Tensor:
-    """q of each proposed token, float64 [S, K]."""
-    token_SK = draft.token_BK[index_S]
+def _proposal_probability(draft: Draft, index_S: Tensor, vocab: int) -> Tensor:
+    """q of each proposed token, float64 [S, K]; anything in a masked slot."""
+    column_SK = draft.token_BK[index_S]
     if isinstance(draft.q, OneHot):
-        return torch.ones_like(token_SK, dtype=torch.float64)
-    prob_SKD = draft.q.prob_BKD[index_S]
-    if draft.q.ids_D is None:
-        column_SK = token_SK
-    else:
-        column_SK = torch.searchsorted(draft.q.ids_D, token_SK)
-    return prob_SKD.gather(2, column_SK[..., None])[..., 0].double()
+        return torch.ones_like(column_SK, dtype=torch.float64)
+    if draft.q.ids_D is not None:
+        column_V = column_SK.new_zeros(vocab)
+        column_V[draft.q.ids_D] = torch.arange(len(draft.q.ids_D), device=column_SK.device)
+        column_SK = column_V[column_SK]
+    return draft.q.prob_BKD[index_S].gather(2, column_SK[..., None])[..., 0].double()
 
 
 def _accept_lossy(

@@ -1,19 +1,24 @@
-"""SamplingBatch: the sampling of B sequences as tensors, used alike by the draft that proposes and the target that verifies.
+"""SamplingBatch: the sampling of B sequences as tensors, one for the draft that proposes and the target that judges.
 
 Legend: B sequences, M rows of each (1 when plain or drafting, K + 1 when verifying), K draft slots, V token ids scored
-(all of the target's, or a draft's part of them), D rows that need something, picked out of B.
+(all of the target's, or a draft's part of them), R rows and D sequences that need something, picked out of the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specctl.sampling import noise, process
 from specctl.sampling.params import Accept, SamplingParams
+
+# Noise made at a time: on a CPU a row or so, which stays in its caches; elsewhere few launches count more.
+_CPU_CELLS, _CELLS = 2**16, 2**24
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One drafted token a sequence. prob_BV is the distribution it was drawn from, None when every row is deterministic.
-    confidence_B is the largest probability before drawing, None unless asked for."""
+    """One drafted token a sequence. prob_BV: the distribution it was drawn from, None when every row is deterministic.
+    confidence_B: the largest probability before drawing, None unless asked for."""
 
     token_B: Tensor
     prob_BV: Tensor | None
@@ -52,20 +57,15 @@ class SamplingBatch:
         self.device = torch.device(device)
         self.min_confidence = min_confidence
         params = [state.params for state in self.states]
-        self._params = params
-
-        def floats(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=self.device)
-
         self.key_B = torch.tensor([state.key for state in self.states], device=self.device)
         self.position_B = torch.tensor([state.position for state in self.states], device=self.device)
         # Rows whose token is a function of scores and keyed noise: accepted when draft and target choose the same.
         self.greedy = [p.greedy for p in params]
         self.coupled = [state.accept.method == "coupled" and not state.params.greedy for state in self.states]
-        self.temperature_B = floats([p.temperature or 1.0 for p in params])
-        self.top_k_B = torch.tensor([p.top_k if not p.greedy else 0 for p in params], device=self.device)
-        self.top_p_B = floats([p.top_p if not p.greedy else 1.0 for p in params])
-        self.min_p_B = floats([p.min_p if not p.greedy else 0.0 for p in params])
+        self._penalised = [b for b, p in enumerate(params) if p.penalised]
+        self._temperature_B = self._floats([p.temperature or 1.0 for p in params])
+        self._filters = self._filters_of(params)
+        self._counts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def scores(self, logits_BMV: Tensor, block_BK: Tensor | None = None, ids_V: Tensor | None = None) -> Tensor:
         """Processed scores of M rows a sequence, in float32 or the logits' wider dtype.
@@ -73,31 +73,39 @@ class SamplingBatch:
         Row m follows the drafted tokens block_BK[:, :m] when M > 1; with M = 1 it follows all of block_BK, so that a
         draft can ask slot by slot. ids_V: the target ids of a reduced vocabulary's columns.
         """
-        if all(self.greedy) and not any(p.penalised for p in self._params):
+        if all(self.greedy) and not self._penalised:
             return logits_BMV
-        scores_BMV = self._penalised(logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32)), block_BK, ids_V)
+        scores_BMV = logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
+        if self._penalised:
+            scores_BMV = self._penalise(scores_BMV, block_BK, ids_V)
         if not all(self.greedy):
-            scores_BMV = scores_BMV / self.temperature_B[:, None, None].to(scores_BMV.dtype)
-        for keep, value_B, needed in (
-            (process.keep_top_k, self.top_k_B, [p.top_k > 0 for p in self._params]),
-            (process.keep_top_p, self.top_p_B, [p.top_p < 1 for p in self._params]),
-            (process.keep_min_p, self.min_p_B, [p.min_p > 0 for p in self._params]),
-        ):
-            rows = [b for b, need in enumerate(needed) if need and not self.greedy[b]]
-            if rows:
-                scores_BMV = _on_rows(scores_BMV, rows, keep, value_B)
+            scores_BMV = process.heat(scores_BMV, self._temperature_B[:, None])
+        for index_D, value_D, keep in self._filters:
+            num_rows, vocab = scores_BMV.shape[1:]
+            kept_RV = keep(scores_BMV[index_D].view(-1, vocab), value_D.repeat_interleave(num_rows))
+            scores_BMV = scores_BMV.index_copy(0, index_D, kept_RV.view(-1, num_rows, vocab))
         return scores_BMV
 
     def choose(self, scores_BMV: Tensor, first: int = 0, ids_V: Tensor | None = None) -> Tensor:
-        """[B, M]: the token a deterministic row chooses; row m decides position + first + m. Greedy rows take the best score,
-        coupled rows the best score plus Gumbel noise, both the lowest id among equals. Other rows: the best score."""
+        """[B, M]: the token a deterministic row chooses; row m decides position + first + m. Greedy rows take the best
+        score, coupled rows the best score plus Gumbel noise, both the lowest id among equals. Other rows: the best."""
         choice_BM = scores_BMV.argmax(-1)
-        num_rows = scores_BMV.shape[1]
-        for b, coupled in enumerate(self.coupled):
-            if coupled:
-                noise_MV = self._gumbel(b, first, num_rows, scores_BMV.shape[2], ids_V)
-                choice_BM[b] = (scores_BMV[b].double() + noise_MV).argmax(-1)
-        return choice_BM
+        if not any(self.coupled):
+            return choice_BM
+        num_rows, vocab = scores_BMV.shape[1:]
+        index_D = self._index(self.coupled)
+        ids_V = torch.arange(vocab, device=self.device) if ids_V is None else ids_V
+        offset_M = first + torch.arange(num_rows, device=self.device)
+        position_R = (self.position_B[index_D, None] + offset_M).flatten()
+        key_R = self.key_B[index_D].repeat_interleave(num_rows)
+        scores_RV = scores_BMV[index_D].view(-1, vocab)
+        at_once = max(1, (_CPU_CELLS if self.device.type == "cpu" else _CELLS) // vocab)
+        chosen = []
+        for start in range(0, len(scores_RV), at_once):
+            part = slice(start, start + at_once)
+            noise_RV = noise.gumbel(key_R[part], position_R[part], ids_V)
+            chosen.append((scores_RV[part].double() + noise_RV).argmax(-1))
+        return choice_BM.index_copy(0, index_D, torch.cat(chosen).view(-1, num_rows))
 
     def uniform(self, offset_B: Tensor | int, purpose: int) -> Tensor:
         """float64 [B]: the uniform number of position + offset for `purpose`."""
@@ -123,58 +131,67 @@ class SamplingBatch:
         sampled_B = torch.tensor(sampled, device=self.device)
         return Drawn(torch.where(sampled_B, drawn_B, token_B), prob_BV, confidence_B)
 
-    def _gumbel(self, b: int, first: int, num_rows: int, vocab: int, ids_V: Tensor | None) -> Tensor:
-        position_M = self.position_B[b] + first + torch.arange(num_rows, device=self.device)
-        ids_V = torch.arange(vocab, device=self.device) if ids_V is None else ids_V
-        return noise.gumbel(self.key_B[b].expand(num_rows), position_M, ids_V)
-
-    def _penalised(self, logits_BMV: Tensor, block_BK: Tensor | None, ids_V: Tensor | None) -> Tensor:
-        rows = [b for b, p in enumerate(self._params) if p.penalised]
-        if not rows:
-            return logits_BMV
-        logits_BMV = logits_BMV.clone()
-        for b in rows:
-            p, state = self._params[b], self.states[b]
-            block_K = None if block_BK is None else block_BK[b]
-            seen_MV, count_MV = _history(state, logits_BMV.shape[1:], block_K, ids_V, self.device)
-            one = logits_BMV.new_ones(1, 1)
-            logits_BMV[b] = process.penalise(
-                logits_BMV[b],
-                seen_MV,
-                count_MV,
-                one * p.repetition_penalty,
-                one * p.presence_penalty,
-                one * p.frequency_penalty,
+    def _filters_of(
+        self, params: list[SamplingParams]
+    ) -> list[tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]]:
+        """(sequences, their values, function) of each filter that some sequence needs; sorting a vocabulary for one
+        that does not would be wasted."""
+        top_k = [0 if p.greedy else p.top_k for p in params]
+        top_p = [1.0 if p.greedy else p.top_p for p in params]
+        min_p = [0.0 if p.greedy else p.min_p for p in params]
+        return [
+            (self._index(needed), values[self._index(needed)], keep)
+            for needed, values, keep in (
+                ([k > 0 for k in top_k], self._ints(top_k), partial(process.keep_top_k, largest=max(top_k))),
+                ([p < 1 for p in top_p], self._floats(top_p), process.keep_top_p),
+                ([p > 0 for p in min_p], self._floats(min_p), process.keep_min_p),
             )
-        return logits_BMV
+            if any(needed)
+        ]
 
+    def _penalise(self, scores_BMV: Tensor, block_BK: Tensor | None, ids_V: Tensor | None) -> Tensor:
+        scores_BMV = scores_BMV.clone()
+        num_rows, vocab = scores_BMV.shape[1:]
+        columns = slice(vocab) if ids_V is None else ids_V
+        width = vocab if ids_V is None else int(ids_V.max()) + 1
+        for b in self._penalised:
+            p = self.states[b].params
+            block_K = torch.empty(0, dtype=torch.int64, device=self.device) if block_BK is None else block_BK[b]
+            seen_MV, count_MV = self._history(b, num_rows, width, block_K)
+            scores_BMV[b] = process.penalise(
+                scores_BMV[b],
+                seen_MV[:, columns],
+                count_MV[:, columns],
+                p.repetition_penalty,
+                p.presence_penalty,
+                p.frequency_penalty,
+            )
+        return scores_BMV
 
-def _on_rows(scores_BMV: Tensor, rows: list[int], keep: object, value_B: Tensor) -> Tensor:
-    """Apply a keep_* function to the rows that need it; a full sort of the others' vocabularies would be wasted."""
-    assert callable(keep)
-    num_rows, vocab = scores_BMV.shape[1:]
-    index_D = torch.tensor(rows, device=scores_BMV.device)
-    value_R = value_B[index_D].repeat_interleave(num_rows)
-    kept_RV = keep(scores_BMV[index_D].reshape(-1, vocab), value_R)
-    return scores_BMV.index_copy(0, index_D, kept_RV.view(len(rows), num_rows, vocab))
+    def _history(self, b: int, num_rows: int, width: int, block_K: Tensor) -> tuple[Tensor, Tensor]:
+        """(seen at all, count in the output) of every token id for each row, the drafted tokens before it included."""
+        if b not in self._counts:
+            state = self.states[b]
+            self._counts[b] = self._count(state.prompt), self._count(state.output)
+        prompt_N, output_N = self._counts[b]
+        width = max(width, len(prompt_N), len(output_N))
+        count_MN = output_N.new_zeros(num_rows, width)
+        count_MN[:, : len(output_N)] = output_N
+        for k in range(len(block_K)):
+            after_MN = count_MN if num_rows == 1 else count_MN[k + 1 :]
+            after_MN.index_add_(1, block_K[k : k + 1], after_MN.new_ones(len(after_MN), 1))
+        seen_MN = count_MN > 0
+        seen_MN[:, : len(prompt_N)] |= prompt_N > 0
+        return seen_MN, count_MN
 
+    def _count(self, tokens: Seq[int]) -> Tensor:
+        return self._ints(tokens).bincount()
 
-def _history(
-    state: SequenceState, shape: torch.Size, block_K: Tensor | None, ids_V: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(seen, count in the output) of every scored token for each row, drafted tokens of the block before it included."""
-    num_rows, vocab = shape
-    top = max(vocab if ids_V is None else int(ids_V.max()) + 1, *state.prompt, *state.output) + 1
-    top = top if block_K is None or not len(block_K) else max(top, int(block_K.max()) + 1)
+    def _index(self, wanted: Seq[bool]) -> Tensor:
+        return self._ints([b for b, want in enumerate(wanted) if want])
 
-    def count(tokens: Seq[int]) -> Tensor:
-        return torch.bincount(torch.tensor(tokens, dtype=torch.int64, device=device), minlength=top)
+    def _ints(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    count_MV = count(state.output).repeat(num_rows, 1)
-    if block_K is not None:
-        for m in range(num_rows):
-            before_K = block_K if num_rows == 1 else block_K[:m]
-            count_MV[m] += torch.bincount(before_K.clamp(min=0), minlength=top)
-    seen_MV = (count_MV > 0) | (count(state.prompt) > 0)
-    columns = slice(vocab) if ids_V is None else ids_V
-    return seen_MV[:, columns], count_MV[:, columns]
+    def _floats(self, values: Seq[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)

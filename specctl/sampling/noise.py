@@ -43,22 +43,24 @@ def uniform(key_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
 
 
 def gumbel(key_R: Tensor, position_R: Tensor, id_V: Tensor) -> Tensor:
-    """Standard Gumbel noise -log(-log u), float64 [R, V], looked up by token id."""
+    """Standard Gumbel noise, float64 [R, V], looked up by token id."""
     h_RV = _absorb(_absorb(key_R, position_R)[:, None], id_V[None, :])
-    u_RV = (_top53(h_RV).double() + 0.5) * 2.0**-53
-    return u_RV.log_().neg_().log_().neg_()
+    # -log(-log(1 - u)) rather than -log(-log u): the large values, which win, come from small u, which are dense; and
+    # where u rounds to 1 the noise is -inf, which loses, and not inf, which would win from any score.
+    u_RV = _top53(h_RV).double().add_(0.5).mul_(2.0**-53)
+    return u_RV.neg_().log1p_().neg_().log_().neg_()
 
 
 def _absorb(h: Tensor, word: Tensor) -> Tensor:
     h = h + word + _signed(_GOLDEN)
-    h = (h ^ _shift(h, 30)) * _signed(_MIX_1)
-    h = (h ^ _shift(h, 27)) * _signed(_MIX_2)
-    return h ^ _shift(h, 31)
+    h = h.bitwise_xor_(_shift(h, 30)).mul_(_signed(_MIX_1))
+    h = h.bitwise_xor_(_shift(h, 27)).mul_(_signed(_MIX_2))
+    return h.bitwise_xor_(_shift(h, 31))
 
 
 def _shift(h: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's own keeps the sign."""
-    return (h >> bits) & (2 ** (64 - bits) - 1)
+    return (h >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 def _top53(h: Tensor) -> Tensor:

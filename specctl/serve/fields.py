@@ -119,6 +119,8 @@ def _refuse_constant(name: str) -> NoReturn:
 def _refuse_surrogates(name: str, value: object) -> None:
     try:
         json.dumps([name, value], ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
     except UnicodeEncodeError as error:
         param = name.encode("ascii", "replace").decode()[:100]
         raise RequestError(f"{param} has half a surrogate pair, which is no character", param) from error

@@ -17,9 +17,10 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer, target_rows: int, dr
     it. Inside it an id that only one of them knows is harmless (verification decides) as long as its token is not
     another id in the other. Raises IncompatiblePair naming the first id that means different things.
     """
-    target_ids, draft_ids = target.vocab(), draft.vocab()
-    target_token = {id: token for token, id in target_ids.items() if id < target_rows}
-    draft_token = {id: token for token, id in draft_ids.items() if id < draft_rows}
+    target_ids = {token: token_id for token, token_id in target.vocab().items() if token_id < target_rows}
+    draft_ids = {token: token_id for token, token_id in draft.vocab().items() if token_id < draft_rows}
+    target_token = {token_id: token for token, token_id in target_ids.items()}
+    draft_token = {token_id: token for token, token_id in draft_ids.items()}
     shared = 1 + max(target_token.keys() & draft_token.keys(), default=-1)
     if not shared:
         raise IncompatiblePair(

@@ -1,0 +1,19 @@
+"""What a benchmark is told besides how to run models and decode: frozen values, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BASELINES = ("plain", "transformers")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """baselines: "plain" is measured anyway. sweep_k: the draft lengths to measure, in place of one. anatomy, trace:
+    also find out where a step's time goes, and what became of every draft."""
+
+    baselines: tuple[str, ...] = ("plain",)
+    repeats: int = 3
+    sweep_k: tuple[int, ...] = ()
+    anatomy: bool = False
+    trace: bool = False
