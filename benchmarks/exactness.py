@@ -131,7 +131,12 @@ def few_layers(source: Checkpoint, path: Path) -> Path:
 
 
 def run(
-    target: Target, row: tuple[Any, ...], prompts: list[list[int]], reference: dict[str, Any], max_tokens: int, few: Path
+    target: Target,
+    row: tuple[Any, ...],
+    prompts: list[list[int]],
+    reference: dict[str, Any],
+    max_tokens: int,
+    few: Path,
 ) -> dict[str, Any]:
     name, draft_name, k, batch, count = row
     draft = None if draft_name is None else open_draft(str(few) if draft_name == "layers" else draft_name, target)

@@ -2,7 +2,7 @@
 
 SpecctlError                  exit 2 unless a subclass says otherwise
 ├── UsageError                a flag, a recipe, a policy or a prompt file is wrong
-├── CheckpointError           a checkpoint's files, names, shapes or config are wrong, or the architecture is unsupported
+├── CheckpointError           a checkpoint's files, names, shapes or config are wrong, or what it is is not supported
 ├── IncompatiblePair          target and draft cannot work together
 ├── RequestError              one request is wrong; knows the parameter (HTTP 400)
 ├── MissingDependency         an optional package is not installed (exit 3)

@@ -22,9 +22,9 @@ def locate(model: str) -> Path:
     Raises CheckpointError when there is no such directory and none can be had; CapacityError when the disk is full.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
-    if path.exists():
+    if model and path.exists():
         raise CheckpointError(f"{model}: is a file; expected a model directory or a hub id like org/name")
     hub_id = _HUB_ID.fullmatch(model)
     if hub_id is None or ".." in model:

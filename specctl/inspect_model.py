@@ -172,16 +172,10 @@ def _weights(checkpoint: Checkpoint, problems: list[Problem]) -> WeightFacts:
 
 def _check_tensors(checkpoint: Checkpoint, config: ModelConfig, problems: list[Problem]) -> None:
     """Compare the headers with a skeleton of the model: names and shapes on the meta device, no numbers."""
-    if config.num_layers > len(checkpoint.names()):
-        what = f"config.json speaks of {config.num_layers} layers, the weights are {len(checkpoint.names())} tensors"
-        problems.append(Problem("error", what, "put the checkpoint's own config.json beside its weights"))
-        return
     try:
-        with torch.device("meta"):
-            skeleton = models.ARCHITECTURES[config.model_type](config)
-    except (RuntimeError, TypeError, OverflowError):
-        what = "config.json describes tensors of a size no machine has"
-        problems.append(Problem("error", what, "put the checkpoint's own config.json beside its weights"))
+        skeleton = models.skeleton(checkpoint, config)
+    except CheckpointError as error:
+        problems.append(Problem("error", str(error), "put the checkpoint's own config.json beside its weights"))
         return
     expected = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
     found = {name for name in checkpoint.names() if not name.endswith(models.IGNORED_SUFFIX)}
@@ -223,26 +217,26 @@ def _check_tied(checkpoint: Checkpoint, problems: list[Problem]) -> None:
 
 def _tokenizer(checkpoint: Checkpoint, config: ModelConfig | None, problems: list[Problem]) -> TokenizerFacts | None:
     try:
+        eos_ids(checkpoint.config, checkpoint.generation_config)
+        eos_ids(checkpoint.config)
+    except CheckpointError as error:
+        problems.append(Problem("error", str(error), "set it to a token id, or to a list of them"))
+        return None
+    try:
         tokenizer = Tokenizer(checkpoint.path)
     except CheckpointError as error:
         remedy = "mend or replace the tokenizer's files; until then prompts can be given as token ids only"
         problems.append(Problem("warning", str(error), remedy))
         return None
-    try:
-        stops = eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id)
-        by_config = eos_ids(checkpoint.config)
-    except CheckpointError as error:
-        problems.append(Problem("error", str(error), "set it right in a copy of the directory"))
-        stops = by_config = ()
     facts = TokenizerFacts(
         kind=tokenizer.kind,
         ids=max(tokenizer.vocab().values(), default=-1) + 1,
         special=tokenizer.special_tokens,
         chat_template=tokenizer.has_chat_template,
         eos_id=tokenizer.eos_id,
-        stop_ids=stops,
+        stop_ids=eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id),
     )
-    _check_tokenizer(facts, by_config, config, problems)
+    _check_tokenizer(facts, eos_ids(checkpoint.config), config, problems)
     return facts
 
 

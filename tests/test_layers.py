@@ -119,11 +119,9 @@ def test_building_on_the_meta_device_imports_nothing_more() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("stored", "tied"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
 def test_loading_takes_hardly_more_memory_than_the_model(stored: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    """Bounds in anonymous memory: the weights, a packed tied head and 300 MB (torch itself takes about half of these);
-    and, without what was there before, the weights, the head and a tenth."""
+    """In anonymous memory: the weights, a packed tied head and 300 MB, of which torch itself takes about 150."""
     config = tiny.base_config(dtype=stored) | {
         "vocab_size": 32768,
         "hidden_size": 512,
@@ -145,6 +143,6 @@ def test_loading_takes_hardly_more_memory_than_the_model(stored: torch.dtype, ti
     assert weights > 200 * MB
     assert memory["looks"] > 20, "too few looks to have seen the peak"
     assert memory["peak"] <= weights + head + 300 * MB
-    assert memory["peak"] - memory["before"] <= 1.1 * (weights + head)
-    # A second copy of the model in memory would be seen.
-    assert memory["after"] - memory["before"] >= 0.5 * weights
+    assert memory["peak"] - memory["before"] <= weights + head + 16 * MB
+    # Unless converted, the embedding stays in the mapped file and does not count; the packed rest does.
+    assert memory["after"] - memory["before"] >= 0.7 * weights

@@ -45,7 +45,7 @@ def test_wheel(wheel: Path, tmp_path: Path, kind: str) -> None:
     code = f"from specctl.shipped import shipped; print(shipped({kind!r}))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-S", "-c", code]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert Path(ran.stdout.strip()) == tmp_path / "specctl" / kind
 
 

@@ -116,11 +116,10 @@ def table(path: Path, rows: Rows, *, vocab: int = VOCAB, dtype: torch.dtype = to
     token without a row.
 
     Embeddings are one-hot and attention and MLP add zero, so the last norm gives sqrt(width) * one-hot, and the head
-    holds log p / sqrt(width). The width is 1024: a power of four, so that the root and the mean square are exact in
+    holds log p / sqrt(width). The width is the next power of four, so that the root and the mean square are exact in
     float32 (the eps of 1e-12 is lost in rounding) and the logits are log p to the last bit but one.
     """
-    width = 1024
-    assert vocab <= width, f"a table has room for {width} tokens"
+    width = 4 ** math.ceil(math.log(vocab, 4))
     config = base_config("llama", dtype) | {
         "vocab_size": vocab,
         "hidden_size": width,

@@ -120,7 +120,7 @@ def _parts(target: Target, num_rows: int, batch: int, context: int) -> dict[str,
 
 @contextmanager
 def _watched(model: Llama, watch: _Stopwatch) -> Iterator[None]:
-    handles = []
+    handles: list[Any] = []
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         part = "norms" if last.endswith("norm") else _PART_OF.get(last)

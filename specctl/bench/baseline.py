@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +21,14 @@ from specctl.sampling.params import Accept
 
 @dataclass(frozen=True)
 class TransformersRunner:
-    """assist: what `generate` is told about drafting, nothing for plain decoding."""
+    """k: how many tokens the assistant model drafts, or prompt lookup where there is none; 0 for plain decoding."""
 
     name: str
     k: int
     model: Any
     target: Target
     decoding: DecodingOptions
-    assist: dict[str, Any] = field(default_factory=dict)
+    assistant: Any = None
     batch: int = 1
     accept: Accept | None = None
 
@@ -53,7 +53,7 @@ class TransformersRunner:
             attention_mask=torch.ones_like(ids),
             generation_config=self._config(request.max_tokens),
             streamer=clock,
-            **self.assist,
+            assistant_model=self.assistant,
         )
         return Answer(generated[0, ids.shape[1] :].tolist(), clock.first, clock.last, None)
 
@@ -74,7 +74,9 @@ class TransformersRunner:
                 "top_p": decoding.top_p,
                 "min_p": decoding.min_p or None,
             }
-        return GenerationConfig(max_new_tokens=max_tokens, eos_token_id=ends, pad_token_id=0, **sampling)
+        lookup = {"prompt_lookup_num_tokens": self.k} if self.k and self.assistant is None else {}
+        values = {"max_new_tokens": max_tokens, "eos_token_id": ends, "pad_token_id": 0, **lookup, **sampling}
+        return GenerationConfig(**values)  # type: ignore[no-untyped-call]
 
 
 class _TokenClock:
@@ -105,13 +107,11 @@ def transformers_runners(
     model = _load(target.checkpoint, target)
     runners = [TransformersRunner("transformers", 0, model, target, decoding)]
     for label, (draft, k) in drafts.items():
-        assist = _assist(model, target, draft, k)
-        if assist is None:
-            progress(
-                f"transformers does not assist with {label}: its vocabulary has another number of rows than the target's"
-            )
+        assistant = None if draft.checkpoint is None else _assistant(draft.checkpoint, target, k)
+        if assistant is not None and assistant.config.vocab_size != model.config.vocab_size:
+            progress(f"transformers does not assist with {label}: its vocabulary and the target's differ in their rows")
             continue
-        runners.append(TransformersRunner(assisted_name(label, k), k, model, target, decoding, assist))
+        runners.append(TransformersRunner(assisted_name(label, k), k, model, target, decoding, assistant))
     return runners
 
 
@@ -119,26 +119,23 @@ def assisted_name(label: str, k: int) -> str:
     return f"transformers assisted ({label}) k={k}"
 
 
-def _assist(model: Any, target: Target, draft: OpenedDraft, k: int) -> dict[str, Any] | None:
-    if draft.checkpoint is None:
-        return {"prompt_lookup_num_tokens": k}
-    assistant = _load(draft.checkpoint, target)
-    if assistant.config.vocab_size != model.config.vocab_size:
-        return None
-    # As many tokens as our run drafts, every time: neither adapted on the way nor stopped by the assistant's doubts.
+def _assistant(checkpoint: Checkpoint, target: Target, k: int) -> Any:
+    """It drafts k tokens every time, as our run does: not adapted on the way, nor stopped by the assistant's doubts."""
+    assistant = _load(checkpoint, target)
     assistant.generation_config.num_assistant_tokens = k
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
-    return {"assistant_model": assistant}
+    return assistant
 
 
 def _load(checkpoint: Checkpoint, target: Target) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # assisted generation warns of its own calls
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.path), dtype=target.dtype, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
@@ -147,5 +144,5 @@ def _load(checkpoint: Checkpoint, target: Target) -> Any:
             "--baseline transformers"
         ) from error
     # Its own defaults would fill whatever the command leaves open: a temperature, penalties, ends of text.
-    model.generation_config = GenerationConfig()
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     return model.to(target.device).eval()

@@ -14,7 +14,7 @@ from specctl.bench.run import Measured, measure
 from specctl.errors import GateFailed, UsageError
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.output import new_directory, new_file, to_json
-from specctl.pair import open_draft, open_policy, open_target
+from specctl.pair import open_draft, open_target
 from specctl.prompts import Prompt
 from specctl.schemas.report import Report
 
@@ -63,7 +63,9 @@ def bench(
         report_file = files.enter_context(new_file(outputs.report, force=outputs.force))
         markdown_file = files.enter_context(new_file(outputs.markdown, force=outputs.force))
         plots = files.enter_context(new_directory(outputs.plots, force=outputs.force))
-        trace_file = None if outputs.trace is None else files.enter_context(new_file(outputs.trace, force=outputs.force))
+        trace_file = (
+            None if outputs.trace is None else files.enter_context(new_file(outputs.trace, force=outputs.force))
+        )
         measured = _measure(target_name, prompts, model, decoding, options)
         value = measured.report.model_dump(mode="json", by_alias=True)
         report_file.write_text(to_json(value) + "\n", encoding="utf-8")
@@ -71,9 +73,12 @@ def bench(
         text = markdown(measured.report, measured.anatomy, drawn)
         markdown_file.write_text(text, encoding="utf-8")
         if trace_file is not None and measured.trace is not None:
-            trace_file.write_text(to_json(measured.trace.model_dump(mode="json", by_alias=True)) + "\n", encoding="utf-8")
+            trace_file.write_text(
+                to_json(measured.trace.model_dump(mode="json", by_alias=True)) + "\n", encoding="utf-8"
+            )
     sys.stdout.write(to_json(value) + "\n" if as_json else terminal(measured.report, measured.anatomy))
-    say(f"written: {', '.join(str(path) for path in (outputs.report, outputs.markdown, outputs.plots, outputs.trace) if path)}")
+    written = (outputs.report, outputs.markdown, outputs.plots, outputs.trace)
+    say(f"written: {', '.join(str(path) for path in written if path)}")
     if fault := first_fault(measured.report):
         raise GateFailed(f"{outputs.report}: {fault}")
 
@@ -82,7 +87,7 @@ def first_fault(report: Report) -> str | None:
     """A sentence about the first two runs that have to agree and do not."""
     for comparison in report.comparisons:
         if comparison.identical is False:
-            worst = max(comparison.near_ties, key=lambda tie: float("inf") if tie.gap is None else tie.gap)
+            worst = comparison.near_ties[0]
             gap = "one answer ends there" if worst.gap is None else f"the scores are {worst.gap:.2g} apart there"
             return (
                 f"answers of {comparison.run} and {comparison.against} have to be the same and are not: prompt "
@@ -101,9 +106,4 @@ def _measure(
 ) -> Measured:
     target = open_target(target_name, model)
     drafts = [open_draft(name, target) for name in decoding.drafts]
-    if not drafts:
-        open_policy(decoding, target, None)  # refuses what only a draft gives a meaning
-    for draft in drafts:
-        for notice in draft.notices:
-            say(f"note: {notice}")
     return measure(target, drafts, prompts, options, decoding, say)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,20 +65,20 @@ def must_agree(run: Runner, against: Runner, temperature: float) -> bool:
 
 
 def near_tie(run: Runner, against: Runner, dtype: torch.dtype) -> float:
-    """The gap below which a difference is a near-tie. In float64 there are none, but transformers chooses in float32."""
+    """The gap below which a difference is a near-tie. float64 has none, but transformers chooses in float32."""
     ours = run.accept is not None and against.accept is not None
     return 0.0 if dtype == torch.float64 and ours else NEAR_TIE
 
 
 def differences(requests: list[Request], run: Tally, against: Tally, reference: Runner) -> list[Difference]:
-    """Every first difference, once. reference: who answered in `against`; the scores are its own."""
+    """Every first difference, once, the widest gap first. reference: who answered in `against`; gaps are its own."""
     found: dict[tuple[int, int], Difference] = {}
     for index, mine, theirs in _pairs(run, against):
         position = first_difference(mine, theirs)
         if position is not None and (index, position) not in found:
             gap = _gap(requests[index], mine, theirs, position, reference)
             found[index, position] = Difference(requests[index].id, position, gap)
-    return list(found.values())
+    return sorted(found.values(), key=lambda difference: -np.inf if difference.gap is None else -difference.gap)
 
 
 def first_difference(mine: list[int], theirs: list[int]) -> int | None:
@@ -110,5 +111,6 @@ def _gap(request: Request, mine: list[int], theirs: list[int], position: int, re
     return gap if np.isfinite(gap) else None
 
 
-def _ratio(tokens: np.ndarray, seconds: np.ndarray, other_tokens: np.ndarray, other_seconds: np.ndarray) -> np.ndarray:
+def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> Any:
+    """Of numbers or of arrays of them."""
     return (tokens / seconds) / (other_tokens / other_seconds)

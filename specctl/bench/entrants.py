@@ -64,7 +64,12 @@ def enter(
     """plain first, then every draft at every length, then transformers. Engines are built and models loaded."""
     assert set(options.baselines) <= set(BASELINES), options.baselines
     check_options(drafts, options, decoding)
+    if not drafts:
+        open_policy(decoding, target, None)  # refuses what has a meaning only with a draft
     entries = {label: plan(target, draft, options, decoding) for label, draft in drafts.items()}
+    for draft in drafts.values():
+        for notice in draft.notices:
+            progress(f"note: {notice}")
     longest = max(len(request.token_ids) + request.max_tokens for request in requests)
     # No larger cache than the work needs; the room behind the longest text keeps K from being cut short there.
     target = replace(target, max_length=min(target.max_length, longest + MAX_K + 2))
@@ -117,9 +122,7 @@ def _engine_runners(
     label, opened = (None, None) if draft is None else draft
     dial = Dial()
     # Ids only: transformers' generate makes no text either.
-    engine = build_engine(
-        target, opened, dial, max_sequences=decoding.batch, ignore_tokenizer=True, announce=progress
-    )
+    engine = build_engine(target, opened, dial, max_sequences=decoding.batch, ignore_tokenizer=True, announce=progress)
     return [
         EngineRunner(
             name="plain" if label is None else entry.name(label),

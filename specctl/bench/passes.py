@@ -1,4 +1,4 @@
-"""Bare forward passes: plain, verify, draft and catch-up, head included, outside the engine. Their ratios are c, v and u.
+"""Bare forward passes outside the engine: plain, verify, draft and catch-up, head included. Their ratios are c, v, u.
 
 A pass here is planning, the forward pass and the head; packing, sampling and scheduling are the engine's and left out.
 """
@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,15 +87,16 @@ class BareModel:
         return self.run(batch, batch.last_row_B)[0]
 
 
-def measure_passes(target: Target, drafts: dict[str, OpenedDraft], ks: list[int], batch: int, context: int) -> PassTimes:
+def measure_passes(
+    target: Target, drafts: dict[str, OpenedDraft], ks: list[int], batch: int, context: int
+) -> PassTimes:
     """Time one pass of each kind in turn, round after round, over `batch` sequences with `context` tokens before them.
     drafts: by label. ks: draft lengths from 1 up."""
     num_tokens = context + max(ks, default=0) + 1
     bare = BareModel.of_target(target, num_tokens, batch)
     kinds: dict[Kind, Callable[[], object]] = {}
     for k in {0, *ks}:
-        rows = rows_after(context, k + 1, batch, num_tokens, target)
-        kinds["target", k] = lambda rows=rows: bare.run(rows)
+        kinds["target", k] = partial(bare.run, rows_after(context, k + 1, batch, num_tokens, target))
     with _own_attention(target, list(drafts.values()), num_tokens, batch):
         for label, draft in drafts.items():
             if draft.checkpoint is not None:
@@ -124,7 +126,7 @@ def _draft_kinds(
 
     def run(num_rows: int) -> Callable[[], object]:
         rows = rows_after(context, num_rows, batch, num_tokens, target)
-        return lambda: drafter.catch_up(rows, None, carry)
+        return partial(drafter.catch_up, rows, None, carry)
 
     return {("draft", label): run(1), ("catch_up", label): run(drafter.window or 1)}
 

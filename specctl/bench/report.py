@@ -67,7 +67,7 @@ def compare_runs(
 
 
 def pairs(runners: Sequence[Runner]) -> Iterator[tuple[str, str]]:
-    """Speculation against plain decoding, ours and transformers'; then ours against transformers', like against like."""
+    """Speculation against plain decoding, ours and transformers'; then ours against theirs, like against like."""
     names = {runner.name for runner in runners}
     ours = [runner for runner in runners if isinstance(runner, EngineRunner) and runner.draft is not None]
     for runner in ours:

@@ -81,9 +81,7 @@ def measure(
             seed=decoding.seed,
         ),
         runs=[make_run(runner, tally) for runner, tally in zip(runners, tallies, strict=True)],
-        comparisons=compare_runs(
-            requests, runners, tallies, passes, decoding.temperature, target.dtype, progress
-        ),
+        comparisons=compare_runs(requests, runners, tallies, passes, decoding.temperature, target.dtype, progress),
     )
     anatomy = None
     if options.anatomy:

@@ -97,7 +97,7 @@ def _summarise(name: str, requests: list[list[_Block]], k: int) -> TraceClass:
         counters.add_block(block.drafted, block.accepted)
     known = all(block.confidence for block in blocks)
     return TraceClass(
-        class_=name,
+        **{"class": name},
         context=round(sum(block.context for block in blocks) / len(blocks), 1) if blocks else 0.0,
         num_drafts=counters.num_drafts,
         drafted_per_position=counters.drafted_per_position,

@@ -25,8 +25,8 @@ class Request:
 
 
 def read_work(target: Target, prompts: list[Prompt], decoding: DecodingOptions) -> list[Request]:
-    """Raises UsageError naming the prompt that cannot be encoded, or that does not fit with its longest answer: every run
-    must be able to do all of the work."""
+    """Raises UsageError naming the prompt that cannot be encoded, or that does not fit with its longest answer: every
+    run must be able to do all of the work."""
     if len(prompts) < decoding.batch:
         raise UsageError(f"--batch {decoding.batch} needs at least as many prompts, there are {len(prompts)}")
     requests = []

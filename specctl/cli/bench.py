@@ -34,7 +34,9 @@ from specctl.prompts import read_prompts
     "plain and assisted, one prompt at a time. May be repeated.",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Times all is measured.")
-@click.option("--sweep-k", type=integers(), default="", metavar="0,1,2,3,5", help="Draft lengths to measure, in place of one.")
+@click.option(
+    "--sweep-k", type=integers(), metavar="0,1,2,3,5", help="Draft lengths to measure, instead of the one of --k."
+)
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -54,7 +56,7 @@ def command(
     output: Path,
     baselines: tuple[str, ...],
     repeats: int,
-    sweep_k: tuple[int, ...],
+    sweep_k: tuple[int, ...] | None,
     trace: Path | None,
     anatomy: bool,
     force: bool,
@@ -75,5 +77,7 @@ def command(
     found = read_prompts(prompts, prompt_field)
     if limit is not None and limit > len(found):
         raise UsageError(f"--limit {limit}: {prompts} has only {len(found)} prompts")
-    options = BenchOptions(baselines, repeats, sweep_k, anatomy, trace is not None)
-    bench(target, found[:limit], model_options, decoding_options, options, Outputs(output, trace, force), as_json=as_json)
+    options = BenchOptions(baselines, repeats, sweep_k or (), anatomy, trace is not None)
+    bench(
+        target, found[:limit], model_options, decoding_options, options, Outputs(output, trace, force), as_json=as_json
+    )

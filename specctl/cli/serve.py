@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from specctl.cli.main import State
 from specctl.cli.options import decoding_options, model_options, number
 from specctl.errors import UsageError
 from specctl.options import DecodingOptions, ModelOptions
@@ -23,7 +24,12 @@ from specctl.prompts import read_prompts
     help="Keys of which a client must send one, one a line.",
 )
 @click.option(
-    "--max-queue", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Requests that may wait."
+    "--max-queue",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Answers that may wait besides the --batch that run.",
 )
 @click.option("--verify", metavar="FILE", help="Prove the speed-up on these prompts (JSONL) before the port opens.")
 @click.option("--prompt-field", metavar="NAME", help="Read this field of a --verify file of another form.")
@@ -49,8 +55,9 @@ def command(
         if verify is None and value is not None:
             raise UsageError(f"{flag} is given without --verify, which it belongs to")
     prompts = None if verify is None else read_prompts(verify, prompt_field)
+    debug = click.get_current_context().ensure_object(State).debug
 
     from specctl.serve.server import ServeOptions, serve
 
-    options = ServeOptions(host, port, api_key_file, max_queue, prompts, min_speedup, fallback == "plain")
+    options = ServeOptions(host, port, api_key_file, max_queue, prompts, min_speedup, fallback == "plain", debug)
     serve(target, model_options, decoding_options, options)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 from torch import nn
 
@@ -29,12 +32,12 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, purpo
     CheckpointError naming the first tensor that is missing, unexpected or not what the config says, before any is read.
     """
     config = ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
-    with torch.device("meta"):
-        model = ARCHITECTURES[config.model_type](config)
+    model = skeleton(checkpoint, config)
     _check_names(model, checkpoint, config)
     _check_formats(model, checkpoint)
 
     def fill(prefix: str, part: nn.Module) -> None:
+        _give_back_freed_memory()
         if config.tied and part is model.lm_head:
             model.tie()
             return
@@ -44,7 +47,31 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, purpo
             setattr(part.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=purpose == "train"))
 
     model.prepare(purpose, fill)
+    _give_back_freed_memory()
     return model
+
+
+def _give_back_freed_memory() -> None:
+    """glibc keeps what is freed between blocks that stay: after all the weights were converted and packed, a tenth of
+    them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def skeleton(checkpoint: Checkpoint, config: ModelConfig) -> Llama:
+    """The model without numbers: names and shapes on the meta device.
+
+    Raises CheckpointError for a config of another size altogether, which to build even so would take for ever.
+    """
+    where, stored = checkpoint.path / "config.json", len(checkpoint.names())
+    if config.num_layers > stored:
+        raise CheckpointError(f"{where}: num_hidden_layers is {config.num_layers}, the weights are {stored} tensors")
+    try:
+        with torch.device("meta"):
+            return ARCHITECTURES[config.model_type](config)
+    except (RuntimeError, TypeError, OverflowError):  # what torch says about sizes beyond 64 bits
+        raise CheckpointError(f"{where}: describes tensors of a size that no machine can hold") from None
 
 
 def _check_names(model: Llama, checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -1,7 +1,8 @@
-"""Counters of speculation as files carry them, and what makes a set of them impossible. docs/design.md has their meaning."""
+"""Counters of speculation as files carry them, and what makes a set of them impossible. Meanings: docs/design.md."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -25,9 +26,11 @@ class PositionCounts(Checked):
     def _possible(self) -> Self:
         drafted, accepted = self.drafted_per_position, self.accepted_per_position
         if len(drafted) != len(accepted):
-            raise ValueError(f"drafted_per_position has {len(drafted)} positions, accepted_per_position {len(accepted)}")
+            raise ValueError(
+                f"drafted_per_position has {len(drafted)} positions, accepted_per_position {len(accepted)}"
+            )
         for name, counts in (("drafted_per_position", drafted), ("accepted_per_position", accepted)):
-            if any(later > earlier for earlier, later in zip(counts, counts[1:], strict=False)):
+            if any(later > earlier for earlier, later in pairwise(counts)):
                 raise ValueError(f"{name} rises: {counts}, but a token is only reached through those before it")
         if any(a > d for a, d in zip(accepted, drafted, strict=True)):
             raise ValueError(f"accepted_per_position {accepted} is more than drafted_per_position {drafted}")

@@ -36,7 +36,7 @@ class Percentiles(Checked):
 
 
 class Speculation(PositionCounts):
-    """Counters of one repeat. counts_bonus: mean_acceptance_length counts the definite token after the accepted ones."""
+    """Counters of one repeat. counts_bonus: mean_acceptance_length counts the token after the accepted ones too."""
 
     num_draft_tokens: Count
     num_accepted_tokens: Count
@@ -62,10 +62,10 @@ class Speculation(PositionCounts):
 
 
 class Run(Checked):
-    """One way of decoding the work. k: the draft length, 0 for none, null for a policy's. batch: sequences run at a time.
+    """One way of decoding the work. k: the draft length, 0 for none, null for a policy's. batch: sequences at a time.
 
-    tokens: of one repeat. seconds: one a repeat. tok_s: over all repeats. ttft_ms, tpot_ms: of single requests; null when
-    no request has such a time (tpot: no answer of two tokens).
+    tokens: of one repeat. seconds: one a repeat. tok_s: over all repeats. ttft_ms, tpot_ms: of single requests; null
+    when no request has such a time (tpot: no answer of two tokens).
     """
 
     name: str
@@ -90,12 +90,12 @@ class NearTie(Checked):
 
 
 class Comparison(Checked):
-    """`run` against `against`. ci95: paired bootstrap over groups of prompts and repeats; null when there was one of each.
+    """`run` against `against`. ci95: paired bootstrap over groups of prompts and repeats; null for one of each.
 
     c, v, u: draft pass, verify pass and catch-up pass, in plain passes; implied: the speed-up that these and the mean
     acceptance length allow; efficiency: speedup / implied. Null where nothing is drafted or the length is a policy's.
     identical: whether the answers are the same, near-ties apart; null when they need not be (sampled or lossy) or when
-    16-bit numbers cannot tell a tie from a difference. near_ties: every first difference.
+    16-bit numbers cannot tell a tie from a difference. near_ties: every first difference, the widest gap first.
     """
 
     run: str

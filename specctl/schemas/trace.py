@@ -69,7 +69,11 @@ def _check_histograms(entry: TraceClass, k: int) -> None:
         raise ValueError(f"class {entry.class_}: a histogram has not the {k + 1} numbers that k = {k} asks for")
     totals = [sum(column) for column in zip(*(request.histogram for request in entry.requests), strict=True)]
     if sum(totals) != entry.num_drafts:
-        raise ValueError(f"class {entry.class_}: histograms hold {sum(totals)} drafts, num_drafts is {entry.num_drafts}")
+        raise ValueError(
+            f"class {entry.class_}: histograms hold {sum(totals)} drafts, num_drafts is {entry.num_drafts}"
+        )
     for position, accepted in enumerate(entry.accepted_per_position, start=1):
         if sum(totals[position:]) != accepted:
-            raise ValueError(f"class {entry.class_}: histograms and accepted_per_position differ at position {position}")
+            raise ValueError(
+                f"class {entry.class_}: histograms and accepted_per_position differ at position {position}"
+            )

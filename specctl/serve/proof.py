@@ -14,19 +14,20 @@ from specctl.errors import GateFailed, UsageError
 from specctl.options import DecodingOptions
 from specctl.pair import OpenedDraft, Target
 from specctl.prompts import Prompt
+from specctl.schemas.report import Comparison
 
 REPEATS = 2
 
 
 @dataclass(frozen=True)
 class Proof:
-    """speedup: plain over speculative time. interval: 95 %, None when there is too little to say. same_text: whether the
-    answers are the same, near-ties apart; None when they need not be. passed: whether to serve with the draft."""
+    """speedup: plain over speculative time. interval: 95 %. same_text: whether the answers are the same, near-ties
+    apart; None when they need not be or cannot be told. passed: whether to serve with the draft."""
 
     speedup: float
     interval: tuple[float, float] | None
     same_text: bool | None
-    prompts: int
+    num_prompts: int
     passed: bool
 
     def as_dict(self) -> dict[str, object]:
@@ -34,7 +35,7 @@ class Proof:
             "speedup": self.speedup,
             "ci95": None if self.interval is None else list(self.interval),
             "same_text": self.same_text,
-            "prompts": self.prompts,
+            "prompts": self.num_prompts,
             "batch": 1,
         }
 
@@ -48,28 +49,36 @@ def prove(
     fallback_plain: bool,
     say: Callable[[str], None],
 ) -> Proof:
-    """Measure and say what was found. Raises GateFailed when texts differ or the speed-up is below `min_speedup`, unless
-    plain serving is the fallback."""
-    alone = replace(decoding, batch=1)
-    report = run_bench(target, [draft], prompts, BenchOptions(repeats=REPEATS), alone, say)
-    speculative = next((c for c in report.comparisons if c.against == "plain"), None)
-    if speculative is None:
-        raise UsageError(f"--verify: {draft.name} drafts nothing at batch 1 (k is 0), so there is no speed-up to prove")
-    interval = None if speculative.ci95 is None else (speculative.ci95[0], speculative.ci95[1])
-    found = f"measured speed-up {speculative.speedup:.2f}"
-    if interval is not None:
-        found += f" (95 % {interval[0]:.2f} to {interval[1]:.2f})"
-    found += f" on {len(prompts)} prompts at batch 1"
-    problem = None
-    if speculative.identical is False:
-        where = speculative.near_ties[0]
-        problem = f"the text changes: prompt {where.prompt} differs at token {where.position}"
-    elif min_speedup is not None and speculative.speedup < min_speedup:
-        problem = f"--min-speedup {min_speedup:g} is not reached"
-    words = {True: "same text", False: "other text", None: "texts not comparable"}[speculative.identical]
-    say(f"verify: {found}, {words}")
+    """Measure and say what was found. Raises GateFailed when texts differ or the speed-up is below `min_speedup`,
+    unless plain serving is the fallback; UsageError for prompts that cannot be answered."""
+    say(f"verify: measuring {len(prompts)} prompts, plain and with {draft.name}, {REPEATS} times each")
+    try:
+        alone = replace(decoding, batch=1)
+        report = run_bench(target, [draft], prompts, BenchOptions(repeats=REPEATS), alone, lambda sentence: None)
+    except UsageError as error:
+        raise UsageError(f"--verify: {error}") from None
+    measured = next(comparison for comparison in report.comparisons if comparison.against == "plain")
+    interval = None if measured.ci95 is None else (measured.ci95[0], measured.ci95[1])
+    found = _found(measured, len(prompts))
+    say(f"verify: {found}")
+    problem = _problem(measured, min_speedup)
     if problem is not None and not fallback_plain:
         raise GateFailed(f"--verify: {problem}; {found}; serve without --draft, tune it, or pass --fallback plain")
     if problem is not None:
         say(f"verify: {problem}; serving plain")
-    return Proof(speculative.speedup, interval, speculative.identical, len(prompts), problem is None)
+    return Proof(measured.speedup, interval, measured.identical, len(prompts), problem is None)
+
+
+def _found(measured: Comparison, num_prompts: int) -> str:
+    interval = "" if measured.ci95 is None else f" (95 % {measured.ci95[0]:.2f} to {measured.ci95[1]:.2f})"
+    text = {True: "the text is the same", False: "the text changes", None: "texts not comparable"}[measured.identical]
+    return f"measured speed-up {measured.speedup:.2f}{interval} on {num_prompts} prompts at batch 1, {text}"
+
+
+def _problem(measured: Comparison, min_speedup: float | None) -> str | None:
+    if measured.identical is False:
+        worst = measured.near_ties[0]
+        return f"the text of prompt {worst.prompt} changes at token {worst.position} of the answer"
+    if min_speedup is not None and measured.speedup < min_speedup:
+        return f"--min-speedup {min_speedup:g} is not reached"
+    return None

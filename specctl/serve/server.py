@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import signal
+import gc
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
 
-import uvicorn
-
-from specctl.errors import CapacityError, CheckpointError, UsageError
+from specctl.errors import CheckpointError, UsageError
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.pair import OpenedDraft, Target, build_engine, constant, open_draft, open_policy, open_target
 from specctl.prompts import Prompt
-from specctl.serve.app import Serving, create_app, read_api_keys
+from specctl.sampling.params import Accept
+from specctl.serve import listen
+from specctl.serve.app import Serving, read_api_keys
 from specctl.serve.metrics import Metrics
 from specctl.serve.openai import Defaults
 from specctl.serve.proof import Proof, prove
 from specctl.serve.worker import EngineWorker
 
-DRAIN_SECONDS = 30
-
 
 @dataclass(frozen=True)
 class ServeOptions:
     """verify: prompts to prove the speed-up on before the port opens; min_speedup: what it has to be; fallback_plain:
-    serve without the draft when it is less, in place of giving up."""
+    serve without the draft when it is less, in place of giving up. debug: say where in the program an error came from.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -36,14 +35,34 @@ class ServeOptions:
     verify: Sequence[Prompt] | None = None
     min_speedup: float | None = None
     fallback_plain: bool = False
+    debug: bool = False
 
 
 def serve(target_name: str, model: ModelOptions, decoding: DecodingOptions, options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C; requests under way are finished first, for DRAIN_SECONDS at most.
+    """Serve until SIGTERM; requests under way are finished first. Raises KeyboardInterrupt for Ctrl-C.
 
-    Raises GateFailed when the proof fails and there is no fallback, UsageError and the like before anything is loaded.
+    Raises GateFailed when the proof fails and there is no fallback. What can be known before a model is loaded (flags,
+    keys, the address) is checked before.
     """
+    if options.verify is not None and (decoding.draft is None or decoding.k == 0):
+        missing = "--k is 0" if decoding.draft else "no --draft"
+        raise UsageError(f"--verify is given but {missing}, so there is nothing to prove; name a draft, or ngram")
     api_keys = _api_keys(options.api_key_file)
+    with listen.reserve(options.host, options.port) as listener:
+        serving = _open(target_name, model, decoding, options, api_keys)
+        listen.run(serving, listener, say)
+    # The process ends here, and Python would look through all of torch for garbage first, which takes seconds.
+    gc.freeze()
+
+
+def say(sentence: str) -> None:
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()
+
+
+def _open(
+    target_name: str, model: ModelOptions, decoding: DecodingOptions, options: ServeOptions, api_keys: tuple[str, ...]
+) -> Serving:
     target = open_target(target_name, model)
     if target.tokenizer is None:
         raise CheckpointError(f"{target.checkpoint.path}: has no tokenizer, which a server needs; add tokenizer.json")
@@ -51,19 +70,21 @@ def serve(target_name: str, model: ModelOptions, decoding: DecodingOptions, opti
     policy, accept = open_policy(decoding, target, draft)
     for notice in [] if draft is None else draft.notices:
         say(f"note: {notice}")
+    if accept is not None and accept.lossy:
+        say(f"note: --accept {accept} is lossy: answers are not the target's own")
     proof = None
     if options.verify is not None:
-        if draft is None:
-            raise UsageError("--verify is given but no --draft; name a draft, or ngram")
+        assert draft is not None
         proof = prove(target, draft, list(options.verify), decoding, options.min_speedup, options.fallback_plain, say)
         if not proof.passed:
             draft, policy, accept = None, constant(0), None
     engine = build_engine(
         target, draft, policy, max_sequences=decoding.batch, accept=accept, seed=decoding.seed or 0, announce=say
     )
-    worker = EngineWorker(engine, Metrics(engine, None if proof is None else proof.speedup), options.max_queue)
-    serving = Serving(
-        worker=worker,
+    metrics = Metrics(engine, None if proof is None else proof.speedup)
+    report = _Report(options.debug)
+    return Serving(
+        worker=EngineWorker(engine, metrics, options.max_queue, report.failure),
         tokenizer=target.tokenizer,
         model=target.name,
         defaults=Defaults(
@@ -74,15 +95,10 @@ def serve(target_name: str, model: ModelOptions, decoding: DecodingOptions, opti
             max_tokens=decoding.max_tokens,
             ignore_eos=decoding.ignore_eos,
         ),
-        facts=_facts(target, draft, engine.options.max_length, proof),
+        facts=_facts(target, draft, accept, engine.options.max_length, proof),
         api_keys=api_keys,
+        report=report.bug,
     )
-    _run(serving, options)
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()
 
 
 def _api_keys(file: Path | None) -> tuple[str, ...]:
@@ -97,47 +113,34 @@ def _api_keys(file: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def _facts(target: Target, draft: OpenedDraft | None, max_length: int, proof: Proof | None) -> dict[str, object]:
-    facts: dict[str, object] = {"max_model_len": max_length, "draft": None if draft is None else draft.name}
+def _facts(
+    target: Target, draft: OpenedDraft | None, accept: Accept | None, max_length: int, proof: Proof | None
+) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "max_model_len": max_length,
+        "draft": None if draft is None else draft.name,
+        "lossy": accept is not None and accept.lossy,
+    }
     if proof is not None:
         facts["measured_speedup"] = proof.as_dict()
     return facts
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which says where it listens once it does."""
+class _Report:
+    """Says what went wrong while serving. debug: with the place in the program."""
 
-    def __init__(self, config: uvicorn.Config, model: str) -> None:
-        super().__init__(config)
-        self._model = model
+    def __init__(self, debug: bool) -> None:
+        self._debug = debug
 
-    async def startup(self, sockets: list[socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            say(f"serving {self._model} on http://{host}:{port}")
+    def failure(self, error: Exception) -> None:
+        self._say("the engine has failed, and every request is refused until the server is started again", error)
 
+    def bug(self, error: Exception) -> None:
+        self._say("internal error in answering a request", error)
 
-def _run(serving: Serving, options: ServeOptions) -> None:
-    config = uvicorn.Config(
-        create_app(serving),
-        host=options.host,
-        port=options.port,
-        access_log=False,
-        log_level="error",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-        lifespan="on",
-    )
-    server = _Server(config, serving.model)
-    # uvicorn raises the signal that stopped it once more when it has drained; SIGTERM is how a server is told to end,
-    # so it ends well.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    try:
-        server.run()
-    except SystemExit:
-        raise CapacityError(
-            f"--host {options.host} --port {options.port}: cannot be opened (in use, or not this machine's); "
-            "choose another port"
-        ) from None
-    if not server.started:
-        raise CapacityError(f"--host {options.host} --port {options.port}: cannot be opened; choose another port")
+    def _say(self, what: str, error: Exception) -> None:
+        lines = str(error).strip().splitlines()
+        hint = "" if self._debug else "; start with --debug to see where"
+        say(f"{what}: {type(error).__name__}: {lines[0] if lines else 'no message'}{hint}")
+        if self._debug:
+            say("".join(traceback.format_exception(error)).rstrip())

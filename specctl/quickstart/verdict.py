@@ -1,0 +1,154 @@
+"""What a report comes to: a table to close with, the draft length to go on with, and a sentence that says why.
+
+A draft length pays when the whole 95 % interval of its speed-up lies above 1 and its text is the target's own. It knows
+nothing about pages or terminals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specctl.bench.render import answers
+from specctl.bench.steps import StepCost, step_costs
+from specctl.schemas.report import Comparison, Report, Run
+
+COLUMNS = ("run", "K", "tok/s", "speed-up", "95 %", "accepted", "length", "efficiency", "same text")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the closing table; `cells` are as COLUMNS say. best: the run to go on with."""
+
+    cells: tuple[str, ...]
+    best: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """k: the draft length that pays best, 0 when none does. speedup, ci95: of it, or of the one that came nearest.
+    headline: the outcome; because: what it is made of; text: whether the text is the target's own."""
+
+    k: int
+    speedup: float
+    ci95: tuple[float, float] | None
+    headline: str
+    because: str
+    text: str
+
+
+def judge(report: Report, model: str) -> Verdict:
+    """The verdict on the drafts of a report; `model` is what the sentences call the target."""
+    drafted = [c for c in report.comparisons if c.against == "plain" and report.run(c.run).k]
+    paying = [c for c in drafted if pays(c)]
+    chosen = max(paying or drafted, key=lambda c: c.speedup)
+    run = report.run(chosen.run)
+    assert run.k
+    ci95 = None if chosen.ci95 is None else (chosen.ci95[0], chosen.ci95[1])
+    faster = f"{chosen.speedup:.2f} times as fast"
+    sure = "" if ci95 is None else f" (95 %: {ci95[0]:.2f} to {ci95[1]:.2f})"
+    if paying:
+        headline = f"Prompt lookup with K = {run.k} makes {model} {faster}{sure} on this machine."
+    else:
+        headline = (
+            f"Prompt lookup does not pay for {model} on this machine: at best, with K = {run.k}, it is {faster}{sure}."
+        )
+        if chosen.speedup > 1:
+            doubt = "one prompt is no measurement" if ci95 is None else "the interval reaches down to 1 or below"
+            headline += f" That may be chance: {doubt}."
+    return Verdict(
+        run.k if paying else 0, chosen.speedup, ci95, headline, _because(report, run, chosen), _text(drafted)
+    )
+
+
+def pays(comparison: Comparison) -> bool:
+    return comparison.ci95 is not None and comparison.ci95[0] > 1 and comparison.identical is not False
+
+
+def table(report: Report, k: int) -> list[Row]:
+    """The closing table; `k` of the verdict marks the run to go on with. Speed-ups are over plain decoding."""
+    return [_row(report, run, run.name == "plain" if k == 0 else run.name == f"ngram k={k}") for run in report.runs]
+
+
+def _row(report: Report, run: Run, best: bool) -> Row:
+    against_plain = next((c for c in report.comparisons if (c.run, c.against) == (run.name, "plain")), None)
+    counters = run.speculation
+    efficiency = None if against_plain is None else against_plain.efficiency
+    return Row(
+        (
+            run.name,
+            "" if run.k is None else str(run.k),
+            f"{run.tok_s:.1f}",
+            *_speedup(report, run),
+            "" if counters is None else _number(counters.acceptance_rate, "{:.0%}"),
+            "" if counters is None else _number(counters.mean_acceptance_length, "{:.2f}"),
+            "" if efficiency is None else f"{efficiency:.2f}",
+            _same_text(report, run),
+        ),
+        best,
+    )
+
+
+def _speedup(report: Report, run: Run) -> tuple[str, str]:
+    """Over plain decoding, with its interval where one was measured: plain over transformers is turned round."""
+    if run.name == "plain":
+        return "1", ""
+    for comparison in report.comparisons:
+        low, high = comparison.ci95 or (None, None)
+        if (comparison.run, comparison.against) == (run.name, "plain"):
+            return f"{comparison.speedup:.2f}", "" if low is None else f"{low:.2f} - {high:.2f}"
+        if (comparison.run, comparison.against) == ("plain", run.name):
+            turned = "" if low is None or high is None else f"{1 / high:.2f} - {1 / low:.2f}"
+            return f"{1 / comparison.speedup:.2f}", turned
+    return f"{run.tok_s / report.run('plain').tok_s:.2f}", ""
+
+
+def _same_text(report: Report, run: Run) -> str:
+    """What the comparison says that measures this run against plain decoding, of its own engine or of transformers."""
+    wanted = ((run.name, "plain"), ("plain", run.name), (run.name, "transformers"))
+    for comparison in report.comparisons:
+        if (comparison.run, comparison.against) in wanted:
+            return answers(report, comparison)
+    return ""
+
+
+def _because(report: Report, run: Run, comparison: Comparison) -> str:
+    """The speed-up taken apart: what a step brings over what it costs."""
+    step = next((step for step in step_costs(report) if step.run == run.name), None)
+    counters = run.speculation
+    if step is None or counters is None or counters.acceptance_rate is None:
+        return "Nothing was ever proposed: no text had a place that repeats an earlier one."
+    rows = f"{(run.k or 0) + 1} rows"
+    return (
+        f"A draft was found in {step.drafting:.0%} of the steps and {counters.acceptance_rate:.0%} of the drafted tokens "
+        f"were accepted, so a step brings {step.tokens:.2f} tokens. Checking a draft is a pass over {rows}, which costs "
+        f"v = {comparison.v:.2f} plain passes; with steps that had no draft and with all else that a step does, a step "
+        f"costs {step.passes + step.rest:.2f} plain steps. {step.tokens:.2f} / {step.passes + step.rest:.2f} = "
+        f"{comparison.speedup:.2f}.{_hint(step, comparison)}"
+    )
+
+
+def _hint(step: StepCost, comparison: Comparison) -> str:
+    if comparison.speedup > 1:
+        return ""
+    if step.tokens < 1.1:
+        return " The drafts are too seldom right for these texts; a trained draft would be right more often."
+    if (comparison.v or 0) > step.tokens:
+        return " The pass that checks a draft is too expensive on this machine for what the drafts bring."
+    return ""
+
+
+def _text(drafted: list[Comparison]) -> str:
+    if any(c.identical is False for c in drafted):
+        return "The text is NOT the target's own everywhere: do not serve this before the difference is understood."
+    if any(c.identical is None for c in drafted):
+        return "Whether the text is the same cannot be judged in 16-bit numbers; run it with --dtype float32 to see."
+    ties = sum(len(c.near_ties) for c in drafted)
+    if ties:
+        return (
+            f"The text is the target's own, but for {ties} near-ties, where two tokens score the same up to rounding."
+        )
+    return "The text is the target's own, token by token, with every K."
+
+
+def _number(value: float | None, shown: str) -> str:
+    return "-" if value is None else shown.format(value)

@@ -1,0 +1,111 @@
+"""What the tests of the engine share: loaded models, engines over them, reference texts, and chi-square."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specctl.checkpoint import Checkpoint
+from specctl.drafts import Drafter
+from specctl.drafts.llama import LlamaDrafter
+from specctl.engine.engine import Engine, EngineOptions
+from specctl.engine.scheduler import DraftLength, Policy
+from specctl.engine.sequence import Sequence
+from specctl.models import Llama, load
+from specctl.sampling.params import SamplingParams
+from specctl.text.tokenizer import Tokenizer
+
+ALPHA = 1e-6  # a right distribution comes out below it once in a million seeds; the seeds are fixed
+FAULT = 1e-12  # a wrong one must come out below this
+
+
+@cache
+def model(path: Path, dtype: torch.dtype = torch.float64) -> Llama:
+    """The model of a checkpoint that never changes, loaded once."""
+    return load(Checkpoint(path), dtype, torch.device("cpu"))
+
+
+@cache
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer(path)
+
+
+def llama_draft(path: Path, dtype: torch.dtype = torch.float64) -> LlamaDrafter:
+    """A draft with weights of its own, even where the path is the target's."""
+    loaded = load(Checkpoint(path), dtype, torch.device("cpu"))
+    return LlamaDrafter(loaded, loaded.config.vocab_size)
+
+
+def engine(
+    target: Llama,
+    drafter: Drafter | None = None,
+    policy: int | Policy = 0,
+    *,
+    tokens: Tokenizer | None = None,
+    pages: int = 200,
+    **options: Any,
+) -> Engine:
+    """An engine that checks its pages after every step. policy: a draft length, or a real one."""
+    settings = {"max_length": target.config.max_length, "attention": "torch", "check_pages": True} | options
+    asked = (lambda batch, context: DraftLength(policy)) if isinstance(policy, int) else policy
+    return Engine(target, EngineOptions(num_pages=pages, **settings), drafter, asked, tokens)
+
+
+def outputs(choices: Iterable[list[Sequence]]) -> list[list[int]]:
+    """The token ids of every choice of every request."""
+    return [sequence.output for request in choices for sequence in request]
+
+
+def all_back(e: Engine) -> bool:
+    """Whether every page and lane of an idle engine is free."""
+    e.scheduler.check()
+    return e.cache_usage == 0 and e.num_running == e.num_waiting == 0 and not e.has_work
+
+
+@cache
+def _reference_model(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+@cache
+def greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
+    """The argmax chain of transformers' own model in float64, `count` tokens whatever they are."""
+    reference, out, past = _reference_model(path), list[int](), None
+    fed = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            step = reference(torch.tensor([fed]), past_key_values=past, use_cache=True)
+            past = step.past_key_values
+            fed = [int(step.logits[0, -1].argmax())]
+            out += fed
+    return out
+
+
+def greedy_params(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def chi_square(observed: Iterable[float], expected: Iterable[float], df: int) -> float:
+    """The probability of a deviation at least this large. A token that must not come but did: 0."""
+    statistic = 0.0
+    for count, mean in zip(observed, expected, strict=True):
+        if mean == 0:
+            if count:
+                return 0.0
+            continue
+        statistic += (count - mean) ** 2 / mean
+    return float(torch.special.gammaincc(torch.tensor(df / 2.0).double(), torch.tensor(statistic / 2).double()))
+
+
+def kolmogorov(values: torch.Tensor) -> float:
+    """sqrt(n) times the largest distance from the uniform distribution; above 2.7 once in a million."""
+    ordered = values.double().flatten().sort().values
+    n = len(ordered)
+    step = torch.arange(n + 1, dtype=torch.float64) / n
+    return math.sqrt(n) * float(torch.maximum(step[1:] - ordered, ordered - step[:-1]).max())
