@@ -2,8 +2,8 @@
 
     python benchmarks/linear.py [--threads N] [--repeats N] [--output FILE]
 
-The two are timed in turn, pass by pass, so that a busy machine slows both alike, and each pass goes over as many weights
-as outgrow the caches, as a decoding step does. Prints JSON: milliseconds for one weight, the median over the repeats.
+The two are timed in turn, pass by pass, so that a busy machine slows both alike. A pass goes over as many weights as
+outgrow the caches, as a decoding step does. Prints JSON: milliseconds for one weight, the median over the repeats.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensors_sha(checkpoint: Checkpoint) -> str:
-    """sha256 over the tensors sorted by name, each `name\\0dtype\\0shape-as-json\\0` and the sha256 (its 32 bytes) of the
+    """sha256 over the tensors sorted by name, each `name\\0dtype\\0shape-as-json\\0` and the sha256 (32 bytes) of the
     tensor's first and last 4 KiB, or of all of it when it has at most 8 KiB. dtype is safetensors' name."""
     total = hashlib.sha256()
     for name in checkpoint.names():

@@ -12,7 +12,7 @@ from specctl.engine.stats import SpeculationCounters
 from specctl.errors import RequestError, UsageError
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.output import to_json
-from specctl.pair import OpenedDraft, Target, build_engine, open_draft, open_policy, open_target
+from specctl.pair import OpenedDraft, Target, build_engine, effective_k, open_draft, open_policy, open_target
 from specctl.prompts import Prompt
 from specctl.sampling.params import Accept
 from specctl.schemas.base import Provenance
@@ -45,7 +45,8 @@ def generate(
         if stream:
             _show("".join(output.text for output in outputs))
     if as_json:
-        sys.stdout.write(to_json(_report(engine, target, draft, accept, asked)) + "\n")
+        report = _report(engine, target, draft, accept, asked)
+        sys.stdout.write(to_json({**report, "effective": _effective(engine, decoding, draft)}) + "\n")
     elif stream:
         _show("\n")
     else:
@@ -111,6 +112,23 @@ def _report(
         "draft": None if draft is None else draft.name,
         "results": [_result(prompt, choice) for prompt, choices in asked for choice in choices],
         "speculation": None if draft is None else speculation(engine.stats.speculation, accept),
+    }
+
+
+def _effective(engine: Engine, decoding: DecodingOptions, draft: OpenedDraft | None) -> dict[str, Any]:
+    """The settings the run had, defaults filled in. draft_length: null when the policy's file says it."""
+    return {
+        "draft_length": effective_k(decoding, draft),
+        "policy": None if decoding.policy is None else str(decoding.policy),
+        "batch": decoding.batch,
+        "max_model_len": engine.options.max_length,
+        "max_tokens": decoding.max_tokens,
+        "temperature": decoding.temperature,
+        "top_k": decoding.top_k,
+        "top_p": decoding.top_p,
+        "min_p": decoding.min_p,
+        "seed": decoding.seed,
+        "ignore_eos": decoding.ignore_eos,
     }
 
 

@@ -81,8 +81,8 @@ class OpenedDraft:
 
 
 def open_target(name: str, options: ModelOptions) -> Target:
-    """Load a target. Raises CheckpointError, UsageError for a --max-model-len it cannot have, CapacityError for a device
-    that is not there."""
+    """Load a target. Raises CheckpointError, UsageError for a --max-model-len it cannot have, CapacityError for a
+    device that is not there."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     checkpoint = Checkpoint(locate(name))
@@ -106,7 +106,9 @@ def open_draft(name: str, target: Target) -> OpenedDraft:
     if name == "ngram":
         return OpenedDraft(name, NgramDrafter())
     if name == "mtp":
-        raise IncompatiblePair(f"--draft mtp: {target.name} is no model with an MTP layer; expected a directory or ngram")
+        raise IncompatiblePair(
+            f"--draft mtp: {target.name} is no model with an MTP layer; expected a directory or ngram"
+        )
     checkpoint = Checkpoint(locate(name))
     if checkpoint.config.get("model_type") not in FAMILIES:
         raise CheckpointError(
@@ -119,8 +121,10 @@ def open_draft(name: str, target: Target) -> OpenedDraft:
     if target.tokenizer is not None and has_tokenizer(checkpoint.path):
         tokenizer = Tokenizer(checkpoint.path)
         shared = check_vocabularies(target.tokenizer, tokenizer, target_rows, shared)
-        own = eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id)
-        if warning := eos_warning(target.eos_ids, own):
+        in_force = eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id)
+        in_config = eos_ids(checkpoint.config), eos_ids(target.checkpoint.config)
+        # Other programs read config.json alone, so a difference there is told even when another file overrules it.
+        if warning := eos_warning(target.eos_ids, in_force) or eos_warning(in_config[1], in_config[0]):
             notices.append(f"{name}: {warning}")
     elif draft_rows != target_rows:
         raise IncompatiblePair(
@@ -144,7 +148,7 @@ def open_policy(decoding: DecodingOptions, target: Target, draft: OpenedDraft | 
     if decoding.k is not None and decoding.k > limit:
         raise UsageError(f"--k {decoding.k}: {draft.name} drafts at most {limit} tokens")
     if decoding.policy is None:
-        return constant(DEFAULT_K if decoding.k is None else decoding.k), decoding.accept
+        return constant(effective_k(decoding, draft) or 0), decoding.accept
     file = read_policy(decoding.policy)
     shas = [None if c is None else tensors_sha(c) for c in (draft.checkpoint, target.checkpoint)]
     draft.notices.extend(check_bound(file, decoding.policy, draft.drafter.kind, *shas))
@@ -154,6 +158,15 @@ def open_policy(decoding: DecodingOptions, target: Target, draft: OpenedDraft | 
     if accept is None and file.accept.method != "exact":  # exact is the default, which leaves seeded requests coupled
         accept = file.accept.as_accept()
     return (_from_file(file) if decoding.k is None else constant(decoding.k)), accept
+
+
+def effective_k(decoding: DecodingOptions, draft: OpenedDraft | None) -> int | None:
+    """The draft length in force; None when it is a policy's to say."""
+    if draft is None:
+        return 0
+    if decoding.k is None:
+        return DEFAULT_K if decoding.policy is None else None
+    return decoding.k
 
 
 def constant(k: int) -> Policy:
@@ -216,8 +229,8 @@ def _divide_memory(
         return replace(options, num_pages=num_pages)
     if holds < PAGE_SIZE or target.options.max_model_len is not None:
         raise CapacityError(
-            f"--kv-memory: {max(affordable, 0) * page_bytes / GIB:.3g} GiB hold {max(holds, 0)} tokens of KV cache, one "
-            f"text may have {target.max_length}; give more, or a smaller --max-model-len"
+            f"--kv-memory: {max(affordable, 0) * page_bytes / GIB:.3g} GiB hold {max(holds, 0)} tokens of KV cache, "
+            f"one text may have {target.max_length}; give more, or a smaller --max-model-len"
         )
     announce(f"the KV cache holds {holds} tokens: the context is cut from {target.max_length} to that")
     return replace(options, num_pages=num_pages, max_length=holds)

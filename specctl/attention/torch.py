@@ -1,6 +1,6 @@
 """Paged attention in plain torch: the definition the other backends are held to, and the backend of the CPU.
 
-Legend: T rows, Q rows of one sequence, S slots of one sequence, N query heads, G key-value heads, R = N / G, H head dim.
+Legend: T rows, Q rows and S slots of one sequence, N query heads, G key-value heads, R = N / G, H head dim.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _slots(pages: Tensor, page_size: int, length: int) -> slice | Tensor:
 
 
 def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, sees_QS: Tensor | None) -> Tensor:
-    """Grouped-query attention of one sequence, the R heads of a group folded into rows so that keys are not repeated."""
+    """Grouped-query attention of one sequence, the R heads of a group folded into rows: no key is repeated."""
     num_rows, heads, dim = q_QNH.shape
     groups = k_SGH.shape[1]
     per_group = heads // groups

@@ -27,9 +27,13 @@ from specctl.prompts import Prompt, read_prompts
 @click.option("--logprobs", type=click.IntRange(0, 20), metavar="N", help="Log-probabilities, with N alternatives.")
 @click.option("--n", type=click.IntRange(min=1), default=1, metavar="N", help="Answers for each prompt.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text. May be repeated.")
-@click.option("--repetition-penalty", type=number(above=0), default=1.0, metavar="X", help="Above 1: avoid tokens seen so far.")
+@click.option(
+    "--repetition-penalty", type=number(above=0), default=1.0, metavar="X", help="Above 1: avoid tokens seen so far."
+)
 @click.option("--presence-penalty", type=number(), default=0.0, metavar="X", help="Taken off tokens the answer has.")
-@click.option("--frequency-penalty", type=number(), default=0.0, metavar="X", help="Taken off for each time it has one.")
+@click.option(
+    "--frequency-penalty", type=number(), default=0.0, metavar="X", help="Taken off for each time it has one."
+)
 @json_option
 @decoding_options()
 @model_options
@@ -47,9 +51,13 @@ def command(
     """Generate text, streaming it to the terminal; with --json one object with ids, logprobs and counters."""
     from specctl.generate import generate
 
-    given = [name for name, value in (("--prompt", prompt), ("--token-ids", token_ids), ("--prompts", prompts)) if value]
+    given = [
+        name for name, value in (("--prompt", prompt), ("--token-ids", token_ids), ("--prompts", prompts)) if value
+    ]
     if len(given) != 1:
-        raise UsageError(f"{' and '.join(given) or 'no prompt'} given: expected one of --prompt, --token-ids, --prompts")
+        raise UsageError(
+            f"{' and '.join(given) or 'no prompt'} given: expected one of --prompt, --token-ids, --prompts"
+        )
     if prompts is not None:
         todo = read_prompts(prompts, prompt_field)
     elif prompt_field is not None:

@@ -36,7 +36,7 @@ MAX_K = 16
 
 
 Observer = Callable[[list[Sequence], Draft, Tensor, Verdict], None]
-"""Shown every decision before it is committed: the sequences, their drafts, the processed scores [B, M, V], the verdict."""
+"""Shown every decision before it is committed: sequences, their drafts, processed scores [B, M, V], the verdict."""
 
 
 @dataclass(frozen=True)

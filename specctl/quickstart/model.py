@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -65,17 +66,18 @@ def small_model(say: Say) -> Path:
             _remove_leftovers(path)
         _check_disk(path.parent)
         if path.exists():
-            say(f"the model in the cache is broken and made again: {problem}")
+            say(f"      the model in the cache is broken and made again: {problem}")
         say(
-            f"making a model directory of {wheel.gguf.name}: once, a minute or two, {NEEDED_BYTES // 10**6} MB in {path}"
+            f"      making a model directory of {wheel.gguf.name}: once, one to three minutes, "
+            f"{NEEDED_BYTES // 10**6} MB in {path}"
         )
         with new_directory(path, force=True) as temporary:
-            convert(wheel.gguf, temporary)
+            convert(wheel.gguf, temporary, say)
     return path
 
 
 def find_wheel() -> Wheel:
-    """The installed package, found without importing it. Raises MissingDependency when it is not there or is another."""
+    """The installed package, found without importing it. Raises MissingDependency when it is not there or not whole."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise MissingDependency(
@@ -110,21 +112,29 @@ def problem_of(path: Path) -> str | None:
     return None
 
 
-def convert(gguf: Path, out: Path) -> None:
+def convert(gguf: Path, out: Path, say: Say) -> None:
     """Write a Llama model from a GGUF file as float32 safetensors with config and tokenizer into the directory `out`.
 
     A tied head is left out, as it is the embedding. transformers does not save a model that it read from GGUF, so what
-    it read is written here.
+    it read is written here. Raises CapacityError when the disk fills up.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    say("      reading the tokenizer")
     tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    say("      reading the weights")
+    with redirect_stderr(StringIO()):  # progress bars, which are of no use in a log
+        model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    say("      writing")
     tied = "lm_head.weight" if model.config.tie_word_embeddings else None
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != tied}
-    save_file(tensors, out / SINGLE, metadata={"format": "pt"})
+    try:
+        save_file(tensors, out / SINGLE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CapacityError(f"{out / SINGLE}: cannot be written ({error}); free some disk space") from None
     config = model.config.to_diff_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
@@ -144,8 +154,8 @@ def _check_disk(directory: Path) -> None:
     free = shutil.disk_usage(there).free
     if free < NEEDED_BYTES:
         raise CapacityError(
-            f"{directory}: {free // 10**6} MB are free there and {NAME} needs {NEEDED_BYTES // 10**6} MB; free some, or "
-            "set XDG_CACHE_HOME to a directory on another disk"
+            f"{directory}: {free // 10**6} MB are free there and {NAME} needs {NEEDED_BYTES // 10**6} MB; free some, "
+            "or set XDG_CACHE_HOME to a directory on another disk"
         )
 
 
@@ -168,7 +178,7 @@ def _alone(path: Path, say: Say) -> Iterator[bool]:
             f"{lock.parent}: cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a directory that can"
         ) from None
     with file:
-        yield _lock(file, lambda: say("another run is making the model; waiting for it"))
+        yield _lock(file, lambda: say("      another run is making the model; waiting for it"))
 
 
 def _lock(file: TextIO, waiting: Callable[[], None]) -> bool:

@@ -27,12 +27,12 @@ CLASSES = {
     "math": "work out a small sum",
 }
 CAPTIONS = {
-    "speedup": "Tokens a second over those of plain decoding, for each draft length K. The dotted line is what the passes "
-    "and the acceptance allow if every step drafted.",
-    "acceptance": "How often a draft was right up to its first, second, ... token. It can only fall: a token counts only "
-    "when all before it were accepted.",
-    "step": "A speculative step costs more than a plain one (bars) and brings more than one token (diamonds). It pays when "
-    "the diamond lies to the right of the bar's end.",
+    "speedup": "Tokens a second over those of plain decoding, for each draft length K. The dotted line is what the "
+    "passes and the acceptance would give if every step had a draft.",
+    "acceptance": "How often a draft was right up to its first, second, ... token. It can only fall: a token counts "
+    "only when all before it were accepted.",
+    "step": "A speculative step costs more than a plain one (bars) and brings more than one token (diamonds). It pays "
+    "when the diamond lies to the right of the bar's end.",
 }
 
 

@@ -52,8 +52,8 @@ class Plan:
 
 
 def own_prompts(target: Target, max_tokens: int) -> list[Prompt]:
-    """The prompts that come with the package, as chats, or as plain texts for a model without a chat template. Those are
-    left out that do not fit into the model's context with their answers.
+    """The prompts that come with the package, as chats, or as plain texts for a model without a chat template. Those
+    are left out that do not fit into the model's context with their answers.
 
     Raises UsageError for a model without a tokenizer, and for one for which none is left.
     """
@@ -69,8 +69,8 @@ def own_prompts(target: Target, max_tokens: int) -> list[Prompt]:
     fitting = [prompt for prompt in prompts if _length(prompt, target) <= room]
     if not fitting:
         raise UsageError(
-            f"{target.name}: a context of {target.max_length} tokens is too short for any prompt of quickstart with its "
-            "answer; use bench with prompts of your own"
+            f"{target.name}: a context of {target.max_length} tokens is too short for any prompt of quickstart with "
+            "its answer; use bench with prompts of your own"
         )
     return fitting
 

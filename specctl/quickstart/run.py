@@ -74,7 +74,7 @@ def _plan(target: Target, wishes: Wishes) -> Plan:
         limit=wishes.limit,
     )
     say(
-        f"      {1000 * pace.token:.0f} ms a token, {pace.first:.1f} s to the first one; for {wishes.minutes:g} minutes "
+        f"      {1000 * pace.token:.0f} ms a token, {pace.first:.1f} s to the first; for {wishes.minutes:g} minutes "
         f"(--minutes): {len(plan.prompts)} of {len(prompts)} prompts, answers of at most {plan.max_tokens} tokens, "
         f"measured {'once' if plan.repeats == 1 else f'{plan.repeats} times'}"
     )

@@ -117,12 +117,12 @@ def _because(report: Report, run: Run, comparison: Comparison) -> str:
     counters = run.speculation
     if step is None or counters is None or counters.acceptance_rate is None:
         return "Nothing was ever proposed: no text had a place that repeats an earlier one."
-    rows = f"{(run.k or 0) + 1} rows"
+    cost = step.passes + step.rest
     return (
-        f"A draft was found in {step.drafting:.0%} of the steps and {counters.acceptance_rate:.0%} of the drafted tokens "
-        f"were accepted, so a step brings {step.tokens:.2f} tokens. Checking a draft is a pass over {rows}, which costs "
-        f"v = {comparison.v:.2f} plain passes; with steps that had no draft and with all else that a step does, a step "
-        f"costs {step.passes + step.rest:.2f} plain steps. {step.tokens:.2f} / {step.passes + step.rest:.2f} = "
+        f"A draft was found in {step.drafting:.0%} of the steps and {counters.acceptance_rate:.0%} of the drafted "
+        f"tokens were accepted, so a step brings {step.tokens:.2f} tokens. Checking a draft is a pass over "
+        f"{(run.k or 0) + 1} rows, which costs v = {comparison.v:.2f} plain passes; with the steps that had no draft, "
+        f"and all else that a step does, a step costs {cost:.2f} plain ones. {step.tokens:.2f} / {cost:.2f} = "
         f"{comparison.speedup:.2f}.{_hint(step, comparison)}"
     )
 

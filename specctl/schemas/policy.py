@@ -1,4 +1,4 @@
-"""POLICY.yaml: the draft length for each number of decoding sequences and context length, and how drafts are accepted."""
+"""POLICY.yaml: the draft length by number of decoding sequences and context length, and how drafts are accepted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class AcceptRule(Checked):
     @model_validator(mode="after")
     def _fits_method(self) -> Self:
         if (self.method == "threshold") != (self.threshold is not None):
-            raise ValueError(f"method {self.method} goes {'with' if self.method == 'threshold' else 'without'} a threshold")
+            raise ValueError(
+                f"method {self.method} goes {'with' if self.method == 'threshold' else 'without'} a threshold"
+            )
         if self.method != "typical" and (self.epsilon is not None or self.delta is not None):
             raise ValueError(f"method {self.method} goes without epsilon and delta")
         return self
@@ -79,7 +81,9 @@ class PolicyFile(Document):
         batches = sorted({tuple(cell.batch) for cell in self.k}, key=lambda r: r[0] or 0)
         _check_ranges("batch", batches)
         for batch in batches:
-            _check_ranges(f"context (batch {list(batch)})", [tuple(c.context) for c in self.k if tuple(c.batch) == batch])
+            _check_ranges(
+                f"context (batch {list(batch)})", [tuple(c.context) for c in self.k if tuple(c.batch) == batch]
+            )
         top = max(cell.k for cell in self.k)
         if self.draft.max_k is not None and top > self.draft.max_k:
             raise ValueError(f"k {top} is more than the draft's max_k {self.draft.max_k}")
@@ -129,7 +133,9 @@ def _check_ranges(what: str, ranges: list[tuple[int | None, ...]]) -> None:
     expected: int | None = 1
     for low, high in sorted(ranges, key=lambda r: r[0] or 0):
         if expected is None or low != expected:
-            raise ValueError(f"{what} ranges must follow each other from 1: found {[low, high]} where {expected} should start")
+            raise ValueError(
+                f"{what} ranges must follow each other from 1: found {[low, high]} where {expected} should start"
+            )
         if high is not None and high < low:
             raise ValueError(f"{what} range {[low, high]} is empty")
         expected = None if high is None else high + 1

@@ -77,9 +77,9 @@ def create_app(serving: Serving) -> Starlette:
             Route("/v1/completions", routes.guarded(routes.completion), methods=["POST"]),
             Route("/v1/models", routes.guarded(routes.models), methods=["GET"]),
             Route("/v1/models/{model:path}", routes.guarded(routes.one_model), methods=["GET"]),
-            Route("/health", routes.health, methods=["GET"]),
-            Route("/metrics", routes.metrics, methods=["GET"]),
-            Route("/version", routes.version, methods=["GET"]),
+            Route("/health", routes.guarded(routes.health, key=False), methods=["GET"]),
+            Route("/metrics", routes.guarded(routes.metrics, key=False), methods=["GET"]),
+            Route("/version", routes.guarded(routes.version, key=False), methods=["GET"]),
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error},
@@ -93,12 +93,13 @@ class _Routes:
         self._serving = serving
         self._keys = [_digest(key.encode()) for key in serving.api_keys]
 
-    def guarded(self, handler: Handler) -> Handler:
-        """`handler` behind the API key, with errors as OpenAI writes them."""
+    def guarded(self, handler: Handler, key: bool = True) -> Handler:
+        """`handler` behind the API key (with `key`), and errors as OpenAI writes them."""
 
         async def guarded(http: HttpRequest) -> Response:
             try:
-                self._check_key(http)
+                if key:
+                    self._check_key(http)
                 return await handler(http)
             except ClientDisconnect:
                 return Response(status_code=499)  # which nobody reads

@@ -54,9 +54,7 @@ class Job:
             if output.finish_reason is not None:
                 reasons[index] = _reason(output)
         wanted = request.params.logprobs is not None
-        choices = [
-            answers.Choice(i, text, reasons[i], logprobs[i] if wanted else None) for i, text in enumerate(texts)
-        ]
+        choices = [answers.Choice(i, text, reasons[i], logprobs[i] if wanted else None) for i, text in enumerate(texts)]
         return answers.answer(answers.Envelope.new(request.model, chat=request.chat), choices, self._usage())
 
     async def stream(self, explain: Callable[[Exception], Mapping[str, Any]]) -> AsyncGenerator[bytes, None]:

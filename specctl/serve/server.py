@@ -50,9 +50,11 @@ def serve(target_name: str, model: ModelOptions, decoding: DecodingOptions, opti
     api_keys = _api_keys(options.api_key_file)
     with listen.reserve(options.host, options.port) as listener:
         serving = _open(target_name, model, decoding, options, api_keys)
-        listen.run(serving, listener, say)
-    # The process ends here, and Python would look through all of torch for garbage first, which takes seconds.
-    gc.freeze()
+        try:
+            listen.run(serving, listener, say)
+        finally:
+            # The process ends now, and Python would look through all of torch for garbage first, for seconds.
+            gc.freeze()
 
 
 def say(sentence: str) -> None:
