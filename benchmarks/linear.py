@@ -32,7 +32,7 @@ WEIGHTS_BYTES = 128 * 2**20
 
 
 def layers(inputs: int, outputs: int, packed: bool) -> list[Linear]:
-    """Enough layers of one shape to outgrow the caches."""
+    """As many layers of one shape as a pass goes over."""
     made = []
     for _ in range(max(1, WEIGHTS_BYTES // (4 * inputs * outputs))):
         layer = Linear(inputs, outputs).requires_grad_(False)

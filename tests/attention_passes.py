@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -68,6 +69,9 @@ def run_all(
     """(pass, output of `tested`, output of `reference`) for every pass and layer; the reference has a wider cache."""
     device = cache.layer(owner, 0)[0].device
     owned = [layer for layer in cache.layers if layer.owner == owner]
+    for dirty, index in itertools.product((cache, wide), range(len(owned))):
+        for tensor in dirty.layer(owner, index):
+            tensor.fill_(1e4)  # what others left in the pages must not show
     for number, (name, batch) in enumerate(batches(cache.page_size, device)):
         tested.plan(batch)
         reference.plan(batch)

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg")
 
 import pytest
-from fixtures import make
+from fixtures import launcher, make
 from hypothesis import settings
 
-__all__ = ["make"]
+__all__ = ["launcher", "make"]
 
 # The same examples in every run, and no limit on one example's time on a busy machine.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from serving import Launcher
 
 Make = Callable[..., Path]
 
@@ -23,3 +26,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         return made[key]
 
     return write
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Starts servers; see tests/serving.py."""
+    from serving import Launcher
+
+    launcher = Launcher(tmp_path_factory.mktemp("servers"))
+    yield launcher
+    launcher.close()

@@ -13,9 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,11 @@ import openai
 import tiny
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
+
+from specctl.engine.engine import Engine
+from specctl.options import DecodingOptions, ModelOptions
+from specctl.serve.app import Serving
+from specctl.serve.server import ServeOptions, open_serving
 
 PATIENCE = 60.0  # a busy machine is no error
 _LAUNCHER = """
@@ -72,23 +79,12 @@ class Launcher:
         """`specctl serve --target ...`, whether it comes up or not."""
         self._count += 1
         log = self._logs / f"{self._count}.log"
-        words = ["serve", "--target", target, "--port", 0, "--threads", 1, *arguments]
-        return Server(self, int(self._ask({"arguments": [str(word) for word in words], "log": str(log)})), log)
+        pid = int(self._ask({"arguments": command_line(target, *arguments), "log": str(log)}))
+        return Server(pid, log, lambda: json.loads(self._ask({"poll": pid})))
 
-    @contextmanager
-    def serve(self, target: Path, *arguments: object) -> Iterator[Server]:
-        """A server that has come up, ended well afterwards."""
-        server = self.start(target, *arguments)
-        try:
-            server.wait_up()
-            yield server
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0, server.log
-        finally:
-            server.kill()
-
-    def poll(self, pid: int) -> int | None:
-        return json.loads(self._ask({"poll": pid}))
+    def serve(self, target: Path, *arguments: object) -> AbstractContextManager[Server]:
+        """A server that has come up; it has to end well afterwards."""
+        return up(self.start(target, *arguments))
 
     def close(self) -> None:
         self._process.communicate(timeout=PATIENCE)
@@ -102,14 +98,14 @@ class Launcher:
 
 
 class Server:
-    """One `specctl serve` and its clients."""
+    """One `specctl serve` and its clients. poll: its exit code once it has ended."""
 
-    def __init__(self, launcher: Launcher, pid: int, log: Path) -> None:
+    def __init__(self, pid: int, log: Path, poll: Callable[[], int | None]) -> None:
         self.pid = pid
         self.port = 0
         self.model = ""
-        self._launcher = launcher
         self._log = log
+        self._poll = poll
         self._code: int | None = None
 
     @property
@@ -139,7 +135,7 @@ class Server:
 
     def _ended(self) -> bool:
         if self._code is None:
-            self._code = self._launcher.poll(self.pid)
+            self._code = self._poll()
         return self._code is not None
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -184,6 +180,68 @@ class Server:
         metrics = self.metrics()
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return not any(metrics[f"specctl:{name}"] for name in names)
+
+
+def command_line(target: Path, *arguments: object) -> list[str]:
+    return [str(word) for word in ("serve", "--target", target, "--port", 0, "--threads", 1, *arguments)]
+
+
+@contextmanager
+def up(server: Server) -> Iterator[Server]:
+    """While it is up. It has to come up, and to end well when it is told to."""
+    try:
+        server.wait_up()
+        yield server
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0, server.log
+    finally:
+        server.kill()
+
+
+@contextmanager
+def process(log: Path, target: Path, *arguments: object) -> Iterator[Server]:
+    """A server that is started as a user starts it."""
+    command = [sys.executable, "-m", "specctl", *command_line(target, *arguments)]
+    with (
+        log.open("w") as said,
+        subprocess.Popen(command, stderr=said) as started,
+        up(Server(started.pid, log, started.poll)) as server,
+    ):
+        yield server
+
+
+def local(target: Path, draft: Path | str | None = None, *, max_queue: int = 256, **decoding: Any) -> Serving:
+    """What `specctl serve` would serve, for this process, in float64 and with pages checked after every step."""
+    keys = decoding.pop("api_keys", ())
+    drafts = () if draft is None else (str(draft),)
+    opened = open_serving(
+        str(target),
+        ModelOptions(dtype="float64", device="cpu", attention="torch"),
+        DecodingOptions(**{"drafts": drafts, "batch": 8} | decoding),
+        ServeOptions(max_queue=max_queue),
+        keys,
+    )
+    engine = opened.worker.engine
+    engine.options = replace(engine.options, check_pages=True)
+    return opened
+
+
+class Gate:
+    """Holds an engine where it has decided on tokens and committed none, until it is opened."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+        engine.observer = self._hold
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, PATIENCE)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _hold(self, *decision: Any) -> None:
+        self._reached.set()
+        assert self._open.wait(PATIENCE)
 
 
 class Call:

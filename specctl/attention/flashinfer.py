@@ -25,15 +25,15 @@ from specctl.kv.cache import KVCache
 # compiler's message.
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-# Turing has neither bfloat16 nor the shared memory for the small query tiles that _split() counts on.
+# Turing has neither bfloat16 nor the shared memory for the smallest query tiles, which _split() counts on.
 MIN_CAPABILITY = (8, 0)
 
 # Scratch for the parts of contexts that are cut up; one for all wrappers of a cache, which run one after another.
 WORKSPACE_BYTES = 128 * 2**20
 # Contexts are cut into parts of this many tokens, so that one sequence keeps more than a few multiprocessors busy.
 SPLIT_TOKENS = 256
-# FlashInfer's query tiles hold rows * N / G packed rows: 16 or 64 of them when no sequence has more than that.
-SMALL_TILE, LARGE_TILE = 16, 64
+# The sizes of FlashInfer's query tiles, in rows * N / G. More than the largest is prefill, which fills the GPU uncut.
+TILES = (16, 64, 128)
 
 _workspaces: WeakKeyDictionary[KVCache, Tensor] = WeakKeyDictionary()
 
@@ -149,11 +149,11 @@ class FlashInferAttention:
         not made when the parts of the whole batch would not fit (then there are rows enough to fill the GPU without).
         """
         packed_rows = longest * self._heads // self._groups
-        if packed_rows <= LARGE_TILE:
+        tile = next((tile for tile in TILES if packed_rows <= tile), None)
+        if tile is not None:
             pages = max(1, SPLIT_TOKENS // batch.page_size)
             parts = sum(-(-num_pages // pages) for num_pages in batch.kv_indptr.diff().tolist())
-            tile = SMALL_TILE if packed_rows <= SMALL_TILE else LARGE_TILE
-            # A part leaves an output and a log-sum in float32 for every row and head of its tile (0.7 needs less).
+            # A part leaves an output and a log-sum in float32 for every row and head of its tiles (0.7 needs less).
             if parts * tile * self._heads * (self._head_dim + 1) * 4 <= WORKSPACE_BYTES:
                 return {"fixed_split_size": pages}
         return {"disable_split_kv": True}

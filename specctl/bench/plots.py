@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specctl.bench.anatomy import Anatomy
 from specctl.bench.steps import step_costs
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 MARKERS = "osD^vP*"
 GREY = "#777777"
+WIDTH = 7.2
 
 
 def draw(report: Report, directory: Path, anatomy: Anatomy | None = None) -> list[Path]:
@@ -42,7 +43,7 @@ def _picture(path: Path, fill: Callable[[Axes], bool]) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -53,7 +54,7 @@ def _picture(path: Path, fill: Callable[[Axes], bool]) -> bool:
 
 
 def _draw_speedup(axes: Axes, report: Report) -> bool:
-    """Speed-up against plain decoding over K, a line for each draft; transformers as levels across."""
+    """Speed-up against plain decoding over K, a line for each draft; policies and transformers as levels across."""
     series: dict[str, list[tuple[int, Comparison]]] = {}
     levels: list[tuple[str, float]] = []
     for comparison in report.comparisons:
@@ -68,28 +69,36 @@ def _draw_speedup(axes: Axes, report: Report) -> bool:
     levels += [(run.name, run.tok_s / plain) for run in report.runs if run.name.startswith("transformers")]
     if not series and not levels:
         return False
-    axes.axhline(1, color=GREY, linewidth=1, label="plain")
-    for (name, points), colour, marker in zip(series.items(), COLOURS * 9, MARKERS * 9, strict=False):
-        points.sort(key=lambda point: point[0])
-        ks = [k for k, _ in points]
-        heights = [comparison.speedup for _, comparison in points]
-        bars = [
-            [max(0.0, c.speedup - (c.ci95 or [c.speedup])[0]) for _, c in points],
-            [max(0.0, (c.ci95 or [c.speedup])[-1] - c.speedup) for _, c in points],
-        ]
-        axes.errorbar(ks, heights, yerr=bars, color=colour, marker=marker, capsize=4, linewidth=2, label=name)
-        implied = [(k, c.implied) for k, c in points if c.implied is not None]
-        if implied:
-            axes.plot(*zip(*implied, strict=True), color=colour, linestyle=":", label=f"{name}, implied by its passes")
+    looks = _looks(report)
+    handles: list[Any] = [axes.axhline(1, color=GREY, linewidth=1, label="plain")]
+    for name, points in series.items():
+        handles += _speedup_line(axes, name, points, *looks[name])
     for (name, level), style in zip(levels, ("--", "-.", (0, (1, 3)), (0, (5, 1))) * 9, strict=False):
-        axes.axhline(level, color="#444444", linestyle=style, linewidth=1.2, label=name)
+        handles.append(axes.axhline(level, color="#444444", linestyle=style, linewidth=1.2, label=name))
     axes.set_xlabel("K, tokens drafted at a time")
     axes.set_ylabel("speed-up over plain decoding")
     axes.set_xticks(sorted({k for points in series.values() for k, _ in points}))
     axes.set_ylim(bottom=0)
     axes.set_title("Speed-up, with 95 % intervals", loc="left")
-    _legend_beside(axes)
+    _legend_beside(axes, handles)
     return True
+
+
+def _speedup_line(
+    axes: Axes, name: str, points: list[tuple[int, Comparison]], colour: str, marker: str
+) -> Iterator[Any]:
+    """What was measured, with its intervals, and what the passes imply; what was drawn, for the legend."""
+    points = sorted(points, key=lambda point: point[0])
+    bars = [
+        [max(0.0, c.speedup - (c.ci95 or [c.speedup])[0]) for _, c in points],
+        [max(0.0, (c.ci95 or [c.speedup])[-1] - c.speedup) for _, c in points],
+    ]
+    ks, heights = [k for k, _ in points], [c.speedup for _, c in points]
+    yield axes.errorbar(ks, heights, yerr=bars, color=colour, marker=marker, capsize=4, linewidth=2, label=name)
+    implied = [(k, c.implied) for k, c in points if c.implied is not None]
+    if implied:
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markerfacecolor": "white", "linestyle": ":"}
+        yield from axes.plot(*zip(*implied, strict=True), label=f"{name}, implied by its passes", **look)
 
 
 def _draw_acceptance(axes: Axes, report: Report) -> bool:
@@ -104,12 +113,13 @@ def _draw_acceptance(axes: Axes, report: Report) -> bool:
         return False
     most = max(map(_positions, longest.values()))
     width = 0.8 / len(longest)
-    for index, run in enumerate(longest.values()):
+    looks = _looks(report)
+    for index, (name, run) in enumerate(longest.items()):
         assert run.speculation is not None
         pairs = zip(run.speculation.accepted_per_position, run.speculation.drafted_per_position, strict=True)
         heights = [100 * accepted / drafted for accepted, drafted in pairs]
         places = [k + (index - (len(longest) - 1) / 2) * width for k in range(1, len(heights) + 1)]
-        bars = axes.bar(places, heights, width=0.92 * width, color=COLOURS[index % len(COLOURS)], label=run.name)
+        bars = axes.bar(places, heights, width=0.92 * width, color=looks[name][0], label=run.name)
         axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
     axes.set_xticks(range(1, most + 1))
     axes.set_ylim(0, 105)
@@ -162,16 +172,27 @@ def _draw_phases(axes: Axes, anatomy: Anatomy) -> bool:
 
 
 def _stack(axes: Axes, names: list[str], parts: dict[str, list[float]]) -> None:
-    """Bars across, the first name at the top."""
+    """Bars across, the first name at the top; the picture as high as their number needs."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_size_inches(WIDTH, 1.6 + 0.4 * len(names))
     left = [0.0] * len(names)
     for (part, widths), colour in zip(parts.items(), COLOURS, strict=False):
+        if not any(widths):
+            continue
         axes.barh(names, widths, left=left, color=colour, height=0.6, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
 
 
-def _legend_beside(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+def _legend_beside(axes: Axes, handles: list[Any] | None = None) -> None:
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _looks(report: Report) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each draft, the same in every picture."""
+    labels = dict.fromkeys(_draft(run) for run in report.runs if run.speculation is not None)
+    return {label: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)}
 
 
 def _positions(run: Run) -> int:

@@ -27,7 +27,7 @@ from specctl.options import ModelOptions
 @click.option(
     "--minutes",
     type=number(above=0),
-    default=6.0,
+    default=7.0,
     show_default=True,
     metavar="N",
     help="Measure for about so long; prompts and repeats are chosen by it.",

@@ -44,7 +44,6 @@ class Facts:
     parameters: int
     layers: int
     dtype: str
-    context: int
 
     @classmethod
     def of(cls, target: Target, model: str) -> Facts:
@@ -54,7 +53,6 @@ class Facts:
             parameters=sum(checkpoint.info(name).num_parameters for name in checkpoint.names()),
             layers=target.model.config.num_layers,
             dtype=str(target.dtype).removeprefix("torch."),
-            context=target.max_length,
         )
 
 
@@ -80,7 +78,7 @@ class Commands:
 
 def page(
     report: Report,
-    trace: Trace | None,
+    trace: Trace,
     prompts: list[Prompt],
     facts: Facts,
     verdict: Verdict,
@@ -95,7 +93,7 @@ def page(
     return template.render(
         report=report,
         trace=trace,
-        classes=[] if trace is None else [_class(each) for each in trace.classes],
+        classes=[_class(each) for each in trace.classes],
         kinds=Counter(prompt.class_ for prompt in prompts),
         facts=facts,
         verdict=verdict,

@@ -21,11 +21,13 @@ LENGTHS = (1, 2, 3, 5)
 """The draft lengths measured."""
 
 TRIAL_TOKENS, WARM_UP_TOKENS = 16, 4
-FEW_TOKENS, MANY_TOKENS = 32, 64
+ANSWERS = (64, 32, 16)
+"""Lengths of answers, the best first."""
+
 MANY_REPEATS = 3
 # In plain answers. What drafts is taken to win nothing; transformers runs plain and with its own prompt lookup, each at
 # about this price on a CPU. Every run is warmed up and the passes are timed as well, whatever the number of prompts.
-COST_OF_DRAFTING, COST_OF_TRANSFORMERS, COST_OF_TRACE = 1.0, 2 * 2.2, 1.0
+COST_OF_DRAFTING, COST_OF_TRANSFORMERS, COST_OF_TRACE = 1.0, 2 * 1.9, 1.0
 FIXED_TOKENS = 400
 
 
@@ -104,9 +106,8 @@ def choose(
         left = seconds - FIXED_TOKENS * pace.token
         return int(left / _cost(pace, tokens, repeats, transformers))
 
-    tokens = max_tokens or MANY_TOKENS
-    if max_tokens is None and affordable(tokens) < 2 * classes:
-        tokens = FEW_TOKENS
+    enough = (tokens for tokens in ANSWERS if affordable(tokens) >= 2 * classes)
+    tokens = max_tokens or next(enough, ANSWERS[-1])
     number = limit or min(len(prompts), max(classes, affordable(tokens) // classes * classes))
     repeats = next((n for n in range(MANY_REPEATS, 1, -1) if affordable(tokens, n) >= number), 1)
     expected = number * _cost(pace, tokens, repeats, transformers) + FIXED_TOKENS * pace.token

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from specctl.bench.command import first_fault, say
 from specctl.bench.options import BenchOptions
-from specctl.bench.run import Measured, measure
+from specctl.bench.run import measure
 from specctl.errors import GateFailed
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.output import new_directory, to_json
 from specctl.pair import Target, free_memory, open_draft, open_target
 from specctl.quickstart.model import NAME, small_model
 from specctl.quickstart.page import Commands, Facts, page
-from specctl.quickstart.plan import LENGTHS, MANY_TOKENS, Plan, choose, own_prompts, trial
+from specctl.quickstart.plan import ANSWERS, LENGTHS, Plan, choose, own_prompts, trial
 from specctl.quickstart.verdict import COLUMNS, Row, Verdict, judge, table
+from specctl.schemas.report import Report
+from specctl.schemas.trace import Trace
 
 HTML, REPORT, TRACE = "REPORT.html", "REPORT.json", "TRACE.json"
 
@@ -28,14 +31,15 @@ class Wishes:
 
     output: Path
     force: bool = False
-    minutes: float = 6.0
+    minutes: float = 7.0
     max_tokens: int | None = None
     limit: int | None = None
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    measured: Measured
+    report: Report
+    trace: Trace
     verdict: Verdict
     rows: list[Row]
     commands: Commands
@@ -57,12 +61,12 @@ def quickstart(target_name: str | None, model: ModelOptions, wishes: Wishes, *, 
         say("[4/4] writing the report, some seconds")
         _write(directory, outcome, Facts.of(target, target_name or NAME), plan)
     _show(outcome, wishes.output, as_json)
-    if fault := first_fault(outcome.measured.report):
+    if fault := first_fault(outcome.report):
         raise GateFailed(f"{wishes.output / REPORT}: {fault}")
 
 
 def _plan(target: Target, wishes: Wishes) -> Plan:
-    prompts = own_prompts(target, wishes.max_tokens or MANY_TOKENS)
+    prompts = own_prompts(target, wishes.max_tokens or ANSWERS[0])
     say("[2/4] trial: one plain answer, to see how much can be measured in the time")
     pace = trial(target, prompts[0])
     plan = choose(
@@ -96,8 +100,10 @@ def _measure(target: Target, name: str, plan: Plan, model: ModelOptions) -> _Out
     measured = measure(
         target, [open_draft("ngram", target)], plan.prompts, options, decoding, lambda s: say(f"      {s}")
     )
-    verdict = judge(measured.report, name)
-    return _Outcome(measured, verdict, table(measured.report, verdict.k), _commands(target.name, verdict.k, model))
+    assert measured.trace is not None
+    report, verdict = measured.report, judge(measured.report, name)
+    commands = _commands(target.name, verdict.k, model)
+    return _Outcome(report, measured.trace, verdict, table(report, verdict.k), commands)
 
 
 def _commands(target: str, k: int, model: ModelOptions) -> Commands:
@@ -107,17 +113,17 @@ def _commands(target: str, k: int, model: ModelOptions) -> Commands:
     serve = ["specctl", "serve", "--target", target, *(["--draft", "ngram", "--k", str(k)] if k else []), *flags]
     lengths = ",".join(map(str, LENGTHS))
     bench = ["specctl", "bench", "--target", target, "--draft", "ngram", "--sweep-k", lengths, *flags]
-    return Commands(shlex.join(serve), shlex.join([*bench, "--prompts", "mine.jsonl", "--output", "mine.json"]))
+    files = ["--prompts", "mine.jsonl", "--output", "mine.json"]
+    return Commands(shlex.join(serve), f"{shlex.join(bench)} \\\n    {shlex.join(files)}")
 
 
 def _write(directory: Path, outcome: _Outcome, facts: Facts, plan: Plan) -> None:
-    report, trace = outcome.measured.report, outcome.measured.trace
+    report, trace = outcome.report, outcome.trace
     files = {
         REPORT: to_json(report.model_dump(mode="json", by_alias=True)) + "\n",
+        TRACE: to_json(trace.model_dump(mode="json", by_alias=True)) + "\n",
         HTML: page(report, trace, plan.prompts, facts, outcome.verdict, outcome.rows, outcome.commands),
     }
-    if trace is not None:
-        files[TRACE] = to_json(trace.model_dump(mode="json", by_alias=True)) + "\n"
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
 
@@ -130,7 +136,7 @@ def _show(outcome: _Outcome, output: Path, as_json: bool) -> None:
             "k": verdict.k,
             "verdict": verdict.headline,
             "serve": commands.serve,
-            "report": outcome.measured.report.model_dump(mode="json", by_alias=True),
+            "report": outcome.report.model_dump(mode="json", by_alias=True),
         }
         sys.stdout.write(to_json(value) + "\n")
         return
@@ -138,9 +144,7 @@ def _show(outcome: _Outcome, output: Path, as_json: bool) -> None:
         "",
         _aligned([COLUMNS, *(row.cells for row in outcome.rows)]),
         "",
-        verdict.headline,
-        verdict.because,
-        verdict.text,
+        *(textwrap.fill(sentence, 100) for sentence in (verdict.headline, verdict.because, verdict.text)),
         "",
         f"report:  {output / HTML}",
         f"go on:   {commands.serve}",

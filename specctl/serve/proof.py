@@ -61,7 +61,7 @@ def prove(
     interval = None if measured.ci95 is None else (measured.ci95[0], measured.ci95[1])
     found = _found(measured, len(prompts))
     say(f"verify: {found}")
-    problem = _problem(measured, min_speedup)
+    problem = problem_of(measured, min_speedup)
     if problem is not None and not fallback_plain:
         raise GateFailed(f"--verify: {problem}; {found}; serve without --draft, tune it, or pass --fallback plain")
     if problem is not None:
@@ -75,7 +75,8 @@ def _found(measured: Comparison, num_prompts: int) -> str:
     return f"measured speed-up {measured.speedup:.2f}{interval} on {num_prompts} prompts at batch 1, {text}"
 
 
-def _problem(measured: Comparison, min_speedup: float | None) -> str | None:
+def problem_of(measured: Comparison, min_speedup: float | None) -> str | None:
+    """Why not to speculate; None when nothing speaks against it."""
     if measured.identical is False:
         worst = measured.near_ties[0]
         return f"the text of prompt {worst.prompt} changes at token {worst.position} of the answer"

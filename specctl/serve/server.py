@@ -49,7 +49,7 @@ def serve(target_name: str, model: ModelOptions, decoding: DecodingOptions, opti
         raise UsageError(f"--verify is given but {missing}, so there is nothing to prove; name a draft, or ngram")
     api_keys = _api_keys(options.api_key_file)
     with listen.reserve(options.host, options.port) as listener:
-        serving = _open(target_name, model, decoding, options, api_keys)
+        serving = open_serving(target_name, model, decoding, options, api_keys)
         try:
             listen.run(serving, listener, say)
         finally:
@@ -62,9 +62,15 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
-def _open(
-    target_name: str, model: ModelOptions, decoding: DecodingOptions, options: ServeOptions, api_keys: tuple[str, ...]
+def open_serving(
+    target_name: str,
+    model: ModelOptions,
+    decoding: DecodingOptions,
+    options: ServeOptions,
+    api_keys: tuple[str, ...] = (),
 ) -> Serving:
+    """All that is served, its engine not started yet. Raises CheckpointError, IncompatiblePair, UsageError,
+    CapacityError and, by --verify, GateFailed."""
     target = open_target(target_name, model)
     if target.tokenizer is None:
         raise CheckpointError(f"{target.checkpoint.path}: has no tokenizer, which a server needs; add tokenizer.json")

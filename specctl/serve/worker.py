@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-
 from specctl.engine.engine import Engine, Output
 from specctl.errors import SpecctlError
 from specctl.sampling.params import SamplingParams
@@ -151,8 +149,6 @@ class EngineWorker:
     # -- in the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # OpenMP counts threads for each thread that calls it, and here it would take every core.
-        torch.set_num_threads(torch.get_num_threads())
         reason = STOPPING
         try:
             while (commands := self._commands()) is not None:
