@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,17 +52,17 @@ class Checkpoint:
     """The tensors and the config of one directory.
 
     config: the object in config.json. generation_config: the one in generation_config.json, empty when there is none.
-    Raises CheckpointError, on opening or when a tensor is asked for, naming the file and the tensor or key at fault.
+    files: of the files that an index names, those to open; the others need not be there. Raises CheckpointError, on opening or when a tensor is asked for, naming the file and the tensor or key at fault.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Collection[str] | None = None) -> None:
         self.path = path
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such directory; expected a Hugging Face model directory")
         self.config = read_json(path / "config.json")
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
-        self._sources = _find_sources(path)
+        self._sources = _find_sources(path, files)
         self._source_of = {name: source for source in self._sources for name in source.tensors}
         if not self._source_of:
             raise CheckpointError(f"{self._sources[0].path}: has no tensor in it; fetch the checkpoint again")
@@ -149,13 +150,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
 
 
-def _find_sources(path: Path) -> list[_Source]:
+def _find_sources(path: Path, files: Collection[str] | None) -> list[_Source]:
     """The files of a directory's weights: one file, shards with an index, shards without one, or a legacy file."""
     single, index = path / SINGLE, path / INDEX
-    if single.exists() and index.exists() and SINGLE not in _weight_map(index).values():
+    if single.exists() and index.exists() and SINGLE not in weight_map(index).values():
         raise CheckpointError(f"{path}: both {SINGLE} and {INDEX} are there; remove the one that is out of date")
     if index.exists():
-        return _indexed(path, _weight_map(index))
+        return _indexed(path, weight_map(index), files)
     if single.exists():
         return [_Safetensors(single)]
     if numbered := sorted(file.name for file in path.iterdir() if _NUMBERED.fullmatch(file.name)):
@@ -165,15 +166,16 @@ def _find_sources(path: Path) -> list[_Source]:
     raise CheckpointError(f"{path}: no weights: neither {SINGLE} nor {INDEX} is there")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(index: Path) -> dict[str, str]:
+    """What an index says: for every tensor the name of a file beside it. Raises CheckpointError naming the index."""
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{index}: weight_map is missing or empty; expected a file name for every tensor")
-    files = {file if isinstance(file, str) else "" for file in weight_map.values()}
+    files = {file if isinstance(file, str) else "" for file in file_of.values()}
     if wrong := {file for file in files if not _is_neighbour(file)}:
-        name, file = next((n, f) for n, f in weight_map.items() if not isinstance(f, str) or f in wrong)
+        name, file = next((n, f) for n, f in file_of.items() if not isinstance(f, str) or f in wrong)
         raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no name of a file beside the index")
-    return weight_map
+    return file_of
 
 
 def _is_neighbour(file: str) -> bool:
@@ -181,11 +183,12 @@ def _is_neighbour(file: str) -> bool:
     return file.isprintable() and file not in ("", ".", "..") and not re.search(r"[/\\]", file)
 
 
-def _indexed(path: Path, weight_map: dict[str, str]) -> list[_Source]:
+def _indexed(path: Path, file_of: dict[str, str], files: Collection[str] | None) -> list[_Source]:
     """The shards an index names. Index and headers have to say the same, tensor by tensor."""
     promised: dict[str, set[str]] = defaultdict(set)
-    for name, file in weight_map.items():
-        promised[file].add(name)
+    for name, file in file_of.items():
+        if files is None or file in files:
+            promised[file].add(name)
     sources: list[_Source] = []
     for file, names in sorted(promised.items()):
         if not (path / file).is_file():
@@ -194,7 +197,7 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> list[_Source]:
         if missing := sorted(names - source.tensors.keys()):
             raise CheckpointError(f"{path / INDEX}: tensor {missing[0]} should be in {file}, which does not have it")
         if surplus := sorted(source.tensors.keys() - names):
-            elsewhere = weight_map.get(surplus[0])
+            elsewhere = file_of.get(surplus[0])
             what = f"is in {elsewhere} by the index" if elsewhere else f"is not in {INDEX}"
             raise CheckpointError(
                 f"{path / file}: tensor {surplus[0]} {what}; index and shards are not of one checkpoint"

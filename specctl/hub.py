@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from specctl.errors import CapacityError, CheckpointError
+from specctl.errors import CapacityError, CheckpointError, SpecctlError
 
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
 
@@ -26,25 +28,39 @@ def locate(model: str) -> Path:
         return path
     if model and path.exists():
         raise CheckpointError(f"{model}: is a file; expected a model directory or a hub id like org/name")
-    hub_id = _HUB_ID.fullmatch(model)
-    if hub_id is None or ".." in model:
+    repo, revision = hub_id(model)
+    with hub_errors(repo, revision):
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"])
+        )
+
+
+def hub_id(model: str) -> tuple[str, str | None]:
+    """Repository and revision of `org/name[@revision]`. Raises CheckpointError for what is written otherwise."""
+    found = _HUB_ID.fullmatch(model)
+    if found is None or ".." in model:
         raise CheckpointError(f"{model}: no such directory; expected a model directory or a hub id like org/name")
-    return _fetch(hub_id["repo"], hub_id["revision"])
+    return found["repo"], found["revision"]
 
 
-def _fetch(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+@contextmanager
+def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """What the hub's client raises in the block, as a sentence of ours."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     name = f"{repo}@{revision}" if revision else repo
     try:
-        path = snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"])
+        yield
     except GatedRepoError:
         raise CheckpointError(f"{name}: access to this hub repository has to be asked for and a token set") from None
     except RevisionNotFoundError:
         raise CheckpointError(f"{name}: the hub repository {repo} has no revision {revision}") from None
     except RepositoryNotFoundError:
         raise CheckpointError(f"{name}: neither a local directory nor a repository on the hub") from None
+    except SpecctlError:
+        raise
     except Exception as error:  # noqa: BLE001 - the client's transport errors share no base class
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise CapacityError(f"{name}: no disk space left for the download; free some or set HF_HOME") from None
@@ -52,4 +68,3 @@ def _fetch(repo: str, revision: str | None) -> Path:
             f"{name}: no such directory, not among the models already fetched, and the hub does not answer "
             f"({type(error).__name__}); give a local directory or connect and try again"
         ) from None
-    return Path(path)

@@ -11,7 +11,8 @@ from fixtures import Make
 
 from specctl.drafts.llama import LlamaDrafter
 from specctl.drafts.ngram import NgramDrafter
-from specctl.engine.engine import Engine, Output
+from specctl.engine.engine import Engine
+from specctl.engine.output import Output
 from specctl.engine.scheduler import DraftLength
 from specctl.engine.sequence import Sequence
 from specctl.errors import CapacityError, RequestError

@@ -18,7 +18,7 @@ from specctl.engine.scheduler import DraftLength
 from specctl.engine.sequence import Sequence, Status
 from specctl.sampling.params import SamplingParams
 
-REQUESTS, CHUNK, PAGES = 2000, 24, 19
+REQUESTS, LANES, CHUNK, PAGES = 2000, 20, 48, 20
 Prompt = tuple[int, ...]
 
 
@@ -39,8 +39,8 @@ def kinds(rng: random.Random) -> Iterator[Kind]:
     ways += [{"seed": 6, "temperature": 0.8, "frequency_penalty": 0.5, "n": 2}, {"repetition_penalty": 1.3}]
     stops = [(), (), ("a",), ("e", "zz"), tuple("0123456789")]
     for i in range(48):
-        prompt = (tiny.BOS, *(rng.randrange(256) for _ in range(rng.choice([1, 6, 15, 16, 20, 31, 32, 50]))))
-        common = {"max_tokens": rng.choice([1, 3, 8, 12, 20]), "stop": stops[i % 5], "ignore_eos": i % 7 == 0}
+        prompt = (tiny.BOS, *(rng.randrange(256) for _ in range(rng.choice([1, 2, 6, 15, 15, 16, 31, 40]))))
+        common = {"max_tokens": rng.choice([1, 3, 8, 20, 33]), "stop": stops[i % 5], "ignore_eos": i % 7 == 0}
         yield Kind(prompt, SamplingParams(k=rng.choice([None, None, None, 0, 1, 5]), **common, **ways[i % 6]))
 
 
@@ -55,8 +55,8 @@ class Storm:
         offered = 0
         while offered < REQUESTS or self.engine.has_work:
             # A crowd, then a lull: both a long queue and single sequences come up.
-            room = (40 if offered // 100 % 3 else 2) - len(self.live)
-            for _ in range(min(room, REQUESTS - offered, self.rng.randint(0, 6))):
+            room = (45 if offered // 50 % 8 else 3) - len(self.live)
+            for _ in range(min(room, REQUESTS - offered, self.rng.randint(0, 12))):
                 kind = self.rng.choice(list(self.alone))
                 request = self.engine.add(list(kind.prompt), kind.params)
                 self.live[request] = kind, self.engine.choices(request)
@@ -68,7 +68,7 @@ class Storm:
     def abort_some(self) -> None:
         for request, (_, choices) in list(self.live.items()):
             states = {s.status for s in choices}
-            chance = 0.05 if states & {Status.PREFILLING, Status.PREEMPTED} else 0.004
+            chance = 0.3 if Status.PREEMPTED in states else 0.05 if Status.PREFILLING in states else 0.005
             if self.rng.random() < chance:
                 self.engine.abort(request)
                 self.live.pop(request)
@@ -90,8 +90,8 @@ def target(make: Make) -> Any:
 
 
 def policy(batch: int, context: float) -> DraftLength:
-    """Every length from 0 to 5, shorter the more there are and the longer they are."""
-    return DraftLength(max(0, 5 - batch // 2 - (context > 40)))
+    """Every length from 0 to 5: shorter the more there are, and shorter for longer texts."""
+    return DraftLength(max(0, 6 - batch // 2 - (context > 20)) % 6)
 
 
 def test_two_thousand_requests(make: Make, target: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_two_thousand_requests(make: Make, target: Any, capsys: pytest.CaptureFi
         [choices] = engine(model(target), **options).run([(list(kind.prompt), _without_k(kind.params))])
         alone[kind] = [s.output for s in choices]
     draft = llama_draft(make(tiny.near, of=target))
-    e = engine(model(target), draft, policy, pages=PAGES, chunk=CHUNK, max_sequences=12, max_length=96, **options)
+    e = engine(model(target), draft, policy, pages=PAGES, chunk=CHUNK, max_sequences=LANES, max_length=96, **options)
     storm = Storm(e, alone, rng)
     storm.rage()
     assert all_back(e)

@@ -182,7 +182,7 @@ def test_plans_far_ahead_of_the_device_are_not_overwritten(monkeypatch: pytest.M
 
 def batch_shapes() -> Iterator[list[tuple[int, int]]]:
     """(rows, context) of every sequence: uniform batches of every size up to where nothing fits, and ragged ones."""
-    for rows, context in itertools.product((1, 5, 16), (100, 700)):
+    for rows, context in itertools.product((1, 5, 17), (100, 700)):
         yield from ([(rows, context)] * sequences for sequences in range(1, 25))
     draw = random.Random(0)
     for _ in range(100):
@@ -212,7 +212,8 @@ def test_split_contexts_fit_the_workspace(
         (1, 4000, 1, {"fixed_split_size": 16}),
         (6, 4000, 1, {"fixed_split_size": 16}),
         (6, 8000, 64, {"disable_split_kv": True}),
-        (500, 4000, 1, {"disable_split_kv": True}),
+        (32, 4000, 1, {"fixed_split_size": 16}),
+        (33, 4000, 1, {"disable_split_kv": True}),
     ],
 )
 def test_contexts_are_cut_at_fixed_places_or_not_at_all(

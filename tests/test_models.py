@@ -32,7 +32,7 @@ ROTATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {}),
     "linear": ("linear", {"factor": 2.5}),
     "yarn": ("yarn", {"factor": 4.0, "original_max_position_embeddings": 24}),
-    "yarn-attention-factor": ("yarn", {"factor": 4.0, "attention_factor": 1.3, "beta_fast": 16, "beta_slow": 2}),
+    "yarn-betas": ("yarn", {"factor": 4.0, "attention_factor": 1.3, "beta_fast": 4, "beta_slow": 2, "truncate": False}),
     "yarn-mscale": (
         "yarn",
         {"factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 24},

@@ -1,14 +1,16 @@
-"""The scheduler's rules: chunks, riders, a decode-only step between two prefill steps, who gives way and who is let in."""
+"""The scheduler's rules: chunks, riders, a decode-only step between prefill steps, who gives way and who is let in."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import tiny
-from decoding import all_back, engine, greedy_params, llama_draft, model
+from decoding import all_back, engine, greedy_params, model
 from fixtures import Make
 
+from specctl.drafts.llama import LlamaDrafter
 from specctl.drafts.ngram import NgramDrafter
 from specctl.engine.engine import Engine
 from specctl.engine.scheduler import DecodeStep, DraftLength, PrefillStep, Scheduler
@@ -70,7 +72,7 @@ def admit(s: Scheduler, *sequences: Sequence) -> None:
 def test_prefill_carries_decoding_sequences_and_never_speculates(target: Any) -> None:
     """Requests keep coming: every prefill step takes along, as one plain row, whatever decodes; between two of them
     there is a decode-only step, and that one speculates."""
-    e = engine(target, llama_draft_of(target), 3, max_sequences=6, chunk=16)
+    e = engine(target, LlamaDrafter(target, tiny.VOCAB), 3, max_sequences=6, chunk=16)
     steps = recorded(e)
     for i in range(10):
         e.add([tiny.BOS, *range(i, i + 20)], greedy_params(25))
@@ -89,32 +91,20 @@ def test_prefill_carries_decoding_sequences_and_never_speculates(target: Any) ->
             assert step.sequences == [s for s in decoding if s.status is not Status.PREEMPTED]
     carrying = [isinstance(step, PrefillStep) and bool(step.riders) for step in steps]
     assert sum(carrying) > 5
-    for first, second in zip(carrying, carrying[1:], strict=False):
+    for first, second in pairwise(carrying):
         assert not (first and second), "two prefill steps in a row while something decodes"
     speculating = [n > 0 for n, step in zip(drafted, steps, strict=True) if isinstance(step, DecodeStep)]
     assert all(speculating)
 
 
-def llama_draft_of(target: Any) -> Any:
-    from specctl.drafts.llama import LlamaDrafter
-
-    return LlamaDrafter(target, tiny.VOCAB)
-
-
-def test_a_prefill_step_takes_a_chunk_of_prompts_and_no_more() -> None:
-    s = scheduler(pages=40)
-    lengths = (50, 10, 20)
-    sequences = [sequence(i, length) for i, length in enumerate(lengths)]
-    for each in sequences:
-        s.add(each)
-    taken = []
-    for _ in range(3):
-        step = s.schedule()
-        assert isinstance(step, PrefillStep)
-        taken.append([(each.request_id, stop - each.cached) for each, stop in step.chunks])
-        for each, stop in step.chunks:
-            each.cached = stop
-    assert taken == [[(0, 32)], [(0, 18), (1, 10), (2, 4)], [(2, 16)]]
+def test_a_prefill_step_takes_a_chunk_of_prompts_and_no_more(target: Any) -> None:
+    """The rest of a prompt before the next prompt; between the steps, what has begun to decode decodes."""
+    e = engine(target, chunk=32)
+    steps = recorded(e)
+    e.run([([1] * length, greedy_params(5)) for length in (50, 10, 20)])
+    taken = [[(s.request_id, stop) for s, stop in step.chunks] for step in steps if isinstance(step, PrefillStep)]
+    assert taken == [[(0, 32)], [(0, 50), (1, 10), (2, 4)], [(2, 20)]]
+    assert [isinstance(step, PrefillStep) for step in steps[:5]] == [True, True, False, True, False]
 
 
 def test_slots_are_reserved_for_the_block_and_the_token_after_it() -> None:
@@ -149,7 +139,7 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
         assert each.status is not Status.DECODING
     step = s.schedule()
     assert isinstance(step, PrefillStep)
-    assert [each for each, _ in step.chunks][0] is new
+    assert step.chunks[0][0] is new
     s.check()
 
 

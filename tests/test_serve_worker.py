@@ -13,7 +13,7 @@ import tiny
 from fixtures import Make
 from serving import PATIENCE, Gate, local, scrape
 
-from specctl.engine.engine import Output
+from specctl.engine.output import Output
 from specctl.errors import RequestError
 from specctl.sampling.params import SamplingParams
 from specctl.serve.app import Serving

@@ -16,9 +16,10 @@ from torch import Tensor
 from specctl import attention
 from specctl.drafts import Draft, Drafter, OneHot
 from specctl.engine.logprobs import logprobs_of
+from specctl.engine.output import Output
 from specctl.engine.scheduler import DecodeStep, DraftLength, Policy, PrefillStep, Scheduler
 from specctl.engine.sequence import Logprob, Sequence, Status
-from specctl.engine.stats import EngineStats, SpeculationCounters
+from specctl.engine.stats import EngineStats
 from specctl.engine.verify import Verdict, verify
 from specctl.errors import CapacityError, RequestError
 from specctl.kv.batch import Batch, Span
@@ -53,22 +54,6 @@ class EngineOptions:
     eos_ids: frozenset[int] = frozenset()
     seed: int = 0
     check_pages: bool = False
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a step adds to one choice: token ids, the text that is final by now, logprobs. The last one has a reason.
-
-    offsets: where the text of each token starts in the choice's decoded text, in characters."""
-
-    request_id: int
-    choice: int
-    token_ids: tuple[int, ...]
-    offsets: tuple[int, ...]
-    text: str
-    logprobs: tuple[Logprob, ...]
-    finish_reason: str | None
-    counters: SpeculationCounters
 
 
 def no_speculation(batch: int, context: float) -> DraftLength:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from specctl.engine.engine import Output
+from specctl.engine.output import Output
 from specctl.engine.stats import SpeculationCounters
 from specctl.serve import answers, openai
 from specctl.serve.worker import EngineWorker, Ticket

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from specctl.engine.engine import Engine, Output
+from specctl.engine.engine import Engine
+from specctl.engine.output import Output
 from specctl.errors import SpecctlError
 from specctl.sampling.params import SamplingParams
 from specctl.serve.metrics import Metrics
