@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specctl.checkpoint import Checkpoint
 from specctl.drafts import Drafter
@@ -75,12 +75,12 @@ def _reference_model(path: Path) -> Any:
 
 @cache
 def greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
-    """The argmax chain of transformers' own model in float64, `count` tokens whatever they are."""
-    reference, out = _reference_model(path), list[int]()
+    """transformers' own greedy text in float64, `count` tokens whatever they are."""
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
-        for _ in range(count):
-            out.append(int(reference(torch.tensor([[*prompt, *out]])).logits[0, -1].argmax()))
-    return out
+        text = _reference_model(path).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    return text[0, len(prompt) :].tolist()
 
 
 def greedy_params(max_tokens: int, **more: Any) -> SamplingParams:

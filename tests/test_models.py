@@ -176,6 +176,14 @@ def test_a_chunk_may_end_anywhere_about_a_page(purpose: Purpose, tmp_path: Path)
             assert error(runner.run(ids, chunks), expected) < 1e-12, (length, first)
 
 
+@pytest.mark.parametrize("pages", [[2, 3, 4], [2, 5, 4], [4, 3, 2], [3, 4, 2], [9, 2, 6]], ids=str)
+def test_pages_may_lie_in_any_order(pages: list[int], tmp_path: Path) -> None:
+    path, ids = tiny.llama(tmp_path / "m", dtype=torch.float64), text(40)
+    runner = Paged(ours(path))
+    parts = [runner.forward([Span(ids[a:b], a, pages, 0)])[0] for a, b in ((0, 20), (20, 39), (39, 40))]
+    assert error(torch.cat(parts), logits_of(theirs(path), ids)) < 1e-12
+
+
 def test_texts_of_different_lengths_share_a_pass(tmp_path: Path) -> None:
     path = tiny.llama(tmp_path / "m", dtype=torch.float64, model_type="qwen3")
     reference, runner, rng = theirs(path), Paged(ours(path)), random.Random(5)

@@ -82,7 +82,7 @@ class Batch:
             kv_len.append(span.end)
 
         def on_device(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device)
+            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
         def on_host(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32)

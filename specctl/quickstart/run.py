@@ -82,6 +82,8 @@ def _plan(target: Target, wishes: Wishes) -> Plan:
         f"(--minutes): {len(plan.prompts)} of {len(prompts)} prompts, answers of at most {plan.max_tokens} tokens, "
         f"measured {'once' if plan.repeats == 1 else f'{plan.repeats} times'}"
     )
+    if plan.seconds > 1.5 * 60 * wishes.minutes:
+        say("      that is more than fits: the machine is slow or busy; Ctrl-C ends the run and leaves nothing behind")
     if not plan.transformers:
         say("      transformers is left out: there is no memory for a second copy of the model")
     return plan
