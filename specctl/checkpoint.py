@@ -52,7 +52,8 @@ class Checkpoint:
     """The tensors and the config of one directory.
 
     config: the object in config.json. generation_config: the one in generation_config.json, empty when there is none.
-    files: of the files that an index names, those to open; the others need not be there. Raises CheckpointError, on opening or when a tensor is asked for, naming the file and the tensor or key at fault.
+    files: of the files that an index names, those to open; the others need not be there. Raises CheckpointError, on
+    opening or when a tensor is asked for, naming the file and the tensor or key at fault.
     """
 
     def __init__(self, path: Path, files: Collection[str] | None = None) -> None:

@@ -32,9 +32,7 @@ def locate(model: str) -> Path:
     with hub_errors(repo, revision):
         from huggingface_hub import snapshot_download
 
-        return Path(
-            snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"])
-        )
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"]))
 
 
 def hub_id(model: str) -> tuple[str, str | None]:

@@ -14,6 +14,7 @@ import torch
 
 from specctl import models
 from specctl.checkpoint import LEGACY, Checkpoint
+from specctl.convert_mtp.inspection import MtpFacts, inspect_mtp
 from specctl.errors import CheckpointError
 from specctl.models.config import ModelConfig
 from specctl.shards import TensorInfo
@@ -91,9 +92,15 @@ class Inspection:
     weights: WeightFacts | None
     tokenizer: TokenizerFacts | None
     problems: tuple[Problem, ...]
+    mtp: MtpFacts | None = None
 
     @property
     def servable(self) -> bool:
+        return self.model is not None and self.sound
+
+    @property
+    def sound(self) -> bool:
+        """Nothing is wrong with it, whether it can be served here or not."""
         return all(problem.severity != "error" for problem in self.problems)
 
 
@@ -106,7 +113,9 @@ def inspect_model(path: Path) -> Inspection:
         return Inspection(path, None, None, None, (problem,))
     problems: list[Problem] = []
     weights = _weights(checkpoint, problems)
-    config = _config(checkpoint, problems)
+    mtp = inspect_mtp(checkpoint)
+    problems += [Problem(*finding) for finding in (mtp.findings if mtp is not None else ())]
+    config = _config(checkpoint, problems, mtp)
     model = None
     if config is not None:
         model = _model(config, weights)
@@ -115,13 +124,17 @@ def inspect_model(path: Path) -> Inspection:
             what = f"dynamic rope is run up to {config.max_length} of {config.max_position} positions only"
             problems.append(Problem("note", what, "give the checkpoint yarn or llama3 scaling for longer texts"))
     tokenizer = _tokenizer(checkpoint, config, problems)
-    return Inspection(path, model, weights, tokenizer, tuple(problems))
+    return Inspection(path, model, weights, tokenizer, tuple(problems), mtp)
 
 
-def _config(checkpoint: Checkpoint, problems: list[Problem]) -> ModelConfig | None:
+def _config(checkpoint: Checkpoint, problems: list[Problem], mtp: MtpFacts | None) -> ModelConfig | None:
     try:
         return ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
     except CheckpointError as error:
+        if mtp is not None and mtp.convertible:
+            remedy = "take its MTP layer out with specctl convert-mtp, to draft in another engine"
+            problems.append(Problem("note", str(error), remedy))
+            return None
         problems.append(Problem("error", str(error), "use a checkpoint of a supported kind, or set the key right"))
         return None
 

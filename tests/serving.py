@@ -112,6 +112,10 @@ class Server:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
+    @property
+    def running(self) -> bool:
+        return not self._ended()
+
     def wait_up(self) -> Server:
         said = until(lambda: [line for line in self.log.splitlines() if line.startswith("serving ")] or self._ended())
         assert isinstance(said, list), self.log
@@ -129,7 +133,7 @@ class Server:
         return self._code
 
     def kill(self) -> None:
-        if not self._ended():
+        if self.running:
             self.signal(signal.SIGKILL)
             self.wait()
 
@@ -192,7 +196,8 @@ def up(server: Server) -> Iterator[Server]:
     try:
         server.wait_up()
         yield server
-        server.signal(signal.SIGTERM)
+        if server.running:
+            server.signal(signal.SIGTERM)
         assert server.wait() == 0, server.log
     finally:
         server.kill()

@@ -135,9 +135,9 @@ def build(make: Make, scenario: Scenario, seed: int = 1) -> Engine:
     )
 
 
-def sample(e: Engine, scenario: Scenario, sequences: int = SEQUENCES) -> Counts:
-    """How often each (place in the block, token before, token) was emitted."""
-    last = {e.add([START], scenario.params(request)): START for request in range(sequences)}
+def sample(e: Engine, scenario: Scenario, sequences: int = SEQUENCES, first: int = 0) -> Counts:
+    """How often each (place in the block, token before, token) was emitted. first: of the seeds of seeded requests."""
+    last = {e.add([START], scenario.params(first + request)): START for request in range(sequences)}
     counts: Counts = Counter()
     while e.has_work:
         for output in e.step():
@@ -189,6 +189,17 @@ def test_emitted_tokens_follow_the_target(make: Make, name: str) -> None:
         assert p_value(here, p) > ALPHA, f"place {place} of a block"
     drafts = e.stats.speculation
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_200_000_tokens_of_each_follow_the_target(make: Make, name: str) -> None:
+    scenario = SCENARIOS[name]
+    counts: Counts = Counter()
+    for seed in range(2, 12):
+        counts += sample(build(make, scenario, seed), scenario, first=seed * SEQUENCES)
+    assert counts.total() == 200_000
+    assert p_value(counts, scenario.params(0)) > ALPHA
 
 
 def test_plain_sampling_follows_the_target(make: Make) -> None:

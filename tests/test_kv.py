@@ -209,3 +209,14 @@ def test_moved_slots_are_as_if_all_were_read_before_any_was_written() -> None:
             for source, target in ((5, 4), (6, 5), (9, 6), (20, 7)):
                 expected[target] = old[source]
             assert torch.equal(tensor.flatten(0, 1), expected)
+
+
+def test_the_same_rows_some_positions_on() -> None:
+    batch = Batch.pack([Span([7], 3, [5, 2], 1), Span([8], 0, [6], 0)], page_size=4)
+    later = batch.at(2, torch.tensor([20, 21]))
+    assert later.token_T.tolist() == [20, 21]
+    assert later.position_T.tolist() == [5, 2]
+    assert later.slot_T.tolist() == [9, 26]
+    assert later.lane_B.tolist() == [1, 0]
+    assert later.kv_len.tolist() == [6, 3]
+    assert later.page_size == 4

@@ -193,7 +193,7 @@ def test_fifty_at_once_are_answered_as_if_alone(near: Server) -> None:
     requests: list[dict[str, Any]] = [
         {
             "prompt": "".join(draw.choices("abcdefgh ", k=draw.randint(1, 60))),
-            "max_tokens": draw.randint(1, 40),
+            "max_tokens": draw.randint(1, 24),
             "n": draw.choice((1, 1, 2)),
             "speculation": {"k": draw.randint(0, 5)},
             "ignore_eos": draw.random() < 0.5,
@@ -209,7 +209,7 @@ def test_fifty_at_once_are_answered_as_if_alone(near: Server) -> None:
     def together(index: int) -> list[str] | None:
         start.wait()
         if index in leaving:
-            _leave(near, {**requests[index], "max_tokens": 180, "ignore_eos": True, "stop": None}, index % 2 == 0)
+            _leave(near, {**requests[index], "max_tokens": 150, "ignore_eos": True, "stop": None}, index % 2 == 0)
             return None
         return _streamed(near, requests[index]) if index % 2 else _texts(near, requests[index])
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 from fixtures import Make
-from serving import PATIENCE, Call, Gate, local
+from serving import PATIENCE, Call, Gate, local, scrape
 from starlette.applications import Starlette
 
 from specctl.serve import transport
@@ -309,18 +309,24 @@ def test_leaving_while_queued(serving: Serving, stream: bool, cancelled: bool) -
     play(serving, scenario)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["whole", "before the stream", "in the stream"])
 @pytest.mark.parametrize("cancelled", [False, True], ids=["left", "cancelled"])
-def test_leaving_while_running(serving: Serving, stream: bool, cancelled: bool) -> None:
+def test_leaving_while_running(serving: Serving, when: str, cancelled: bool) -> None:
     async def scenario(app: Starlette) -> None:
-        gate = Gate(serving.worker.engine)
-        call = Call(app, *POST, body(stream=stream, max_tokens=200))
+        if when != "in the stream":
+            gate = Gate(serving.worker.engine)
+        call = Call(app, *POST, body(stream=when != "whole", max_tokens=200))
+        if when == "in the stream":
+            await asyncio.wait_for(call.got.wait(), PATIENCE)
+            gate = Gate(serving.worker.engine)
         await gate.reached()
         await leave(call, cancelled)
         gate.open()
 
     play(serving, scenario)
-    assert serving.worker.engine.stats.speculation.emitted_tokens < 10
+    page = scrape(serving.worker.metrics.render().decode())
+    assert page["specctl:request_success_total{finished_reason=abort}"] == 1
+    assert serving.worker.engine.stats.speculation.emitted_tokens < 200
 
 
 def test_leaving_with_half_a_body(serving: Serving) -> None:

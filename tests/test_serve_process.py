@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -224,6 +225,7 @@ def test_the_engine_may_fail_and_the_server_says_so(
 
     monkeypatch.setattr(listen, "run", served)
     ran = run("serve", "--target", target, "--port", 0, *(["--debug"] if debug else []))
+    gc.unfreeze()  # this process does not end with the server
     assert (ran.code, statuses) == (0, [503, 503])
     (sentence,) = (line for line in ran.err.splitlines() if line.startswith("the engine has failed"))
     assert "ValueError: two lines" in sentence

@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ V, K = 4, 2
 GRID = [(i + 0.5) / 12 for i in range(12)]
 ALL = list(itertools.product(range(V), repeat=K))
 SAMPLE = SamplingParams(temperature=1.0)
+UNSHRUNK = (Phase.explicit, Phase.generate)  # an example takes a second or so, making one smaller takes minutes
 Prefix = tuple[int, ...]
 Table = dict[Prefix, list[float]]
 
@@ -111,7 +112,7 @@ def reached(p: Table, q: Table, length: int) -> dict[Prefix, float]:
     return chances
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, phases=UNSHRUNK)
 @given(tables(K), tables(K - 1), st.integers(0, K))
 def test_the_law_is_the_targets_whatever_the_draft(p: Table, q: Table, length: int) -> None:
     """Slots from `length` on are masked: no rejection, so their token comes from p and not from a residual."""
@@ -119,7 +120,7 @@ def test_the_law_is_the_targets_whatever_the_draft(p: Table, q: Table, length: i
     assert_follows(law, p, reached(p, q, length))
 
 
-@settings(max_examples=6)
+@settings(max_examples=6, phases=UNSHRUNK)
 @given(tables(K), tables(K - 1), st.permutations(range(V)), st.integers(1, V - 1))
 def test_a_reduced_vocabulary_leaves_the_rest_to_the_residual(
     p: Table, full: Table, order: list[int], size: int
@@ -135,7 +136,7 @@ def test_a_reduced_vocabulary_leaves_the_rest_to_the_residual(
     assert_follows(mixture(p, q, K, dense), p, reached(p, q, K))
 
 
-@settings(max_examples=6)
+@settings(max_examples=6, phases=UNSHRUNK)
 @given(tables(K), tables(K - 1))
 def test_a_draft_with_fewer_columns_is_cut_short(p: Table, full: Table) -> None:
     q = {t: [row[0] + row[3], row[1], row[2], 0.0] for t, row in full.items()}
@@ -143,7 +144,7 @@ def test_a_draft_with_fewer_columns_is_cut_short(p: Table, full: Table) -> None:
     assert_follows(law, p, reached(p, q, K))
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, phases=UNSHRUNK)
 @given(tables(K), st.sampled_from(ALL), st.integers(0, K))
 def test_a_deterministic_proposal_changes_nothing(p: Table, block: Prefix, length: int) -> None:
     chances = {block[:k]: math.prod(p[block[:j]][block[j]] for j in range(k)) for k in range(length + 1)}

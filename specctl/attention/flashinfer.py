@@ -123,7 +123,7 @@ class FlashInferAttention:
         if self._planned is None:
             self._heads = q_TNH.shape[1]
             self._planned = self._plan(self._batch)
-        out_TNH: Tensor = self._planned.run(q_TNH, (k_cache, v_cache))
+        out_TNH: Tensor = self._planned.run(q_TNH.contiguous(), (k_cache, v_cache))
         return out_TNH
 
     def _plan(self, batch: Batch) -> Any:

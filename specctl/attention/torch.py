@@ -30,6 +30,7 @@ class TorchAttention:
     def __init__(self, cache: KVCache, owner: str) -> None:
         self._cache = cache
         self._owner = owner
+        self._flat: dict[int, tuple[Tensor, ...]] = {}
         self._windows: list[_Window] = []
         self._slot_T = torch.empty(0, dtype=torch.int64)
 
@@ -50,11 +51,17 @@ class TorchAttention:
             self._windows.append(_Window(slice(qo[b], qo[b + 1]), slots, sees))
 
     def attend(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
-        k_SGH, v_SGH = (tensor.flatten(0, 1) for tensor in self._cache.layer(self._owner, layer))
+        k_SGH, v_SGH = self._layer(layer)
         k_SGH.index_copy_(0, self._slot_T, k_TGH)
         v_SGH.index_copy_(0, self._slot_T, v_TGH)
         parts = [_attend(q_TNH[w.rows], k_SGH[w.slots], v_SGH[w.slots], w.sees_QS) for w in self._windows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _layer(self, layer: int) -> tuple[Tensor, ...]:
+        """The layer's tensors by slot, [pages * page_size, G, H]."""
+        if layer not in self._flat:
+            self._flat[layer] = tuple(tensor.flatten(0, 1) for tensor in self._cache.layer(self._owner, layer))
+        return self._flat[layer]
 
 
 def _slots(pages: Tensor, page_size: int, length: int) -> slice | Tensor:
@@ -71,9 +78,11 @@ def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, sees_QS: Tensor | None)
     num_rows, heads, dim = q_QNH.shape
     groups = k_SGH.shape[1]
     per_group = heads // groups
-    q_GMH = q_QNH.view(num_rows, groups, per_group, dim).permute(1, 2, 0, 3).reshape(groups, per_group * num_rows, dim)
+    k_GSH, v_GSH = k_SGH.transpose(0, 1)[None], v_SGH.transpose(0, 1)[None]
+    if num_rows == 1:  # the common pass: nothing to fold or to mask
+        q_GRH = q_QNH.reshape(1, groups, per_group, dim)
+        return scaled_dot_product_attention(q_GRH, k_GSH, v_GSH).view(1, heads, dim)
+    q_GMH = q_QNH.reshape(num_rows, groups, per_group, dim).permute(1, 2, 0, 3).flatten(1, 2)[None]
     mask_MS = None if sees_QS is None else sees_QS.repeat(per_group, 1)
-    out_GMH = scaled_dot_product_attention(
-        q_GMH[None], k_SGH.transpose(0, 1)[None], v_SGH.transpose(0, 1)[None], attn_mask=mask_MS
-    )[0]
+    out_GMH = scaled_dot_product_attention(q_GMH, k_GSH, v_GSH, attn_mask=mask_MS)[0]
     return out_GMH.view(groups, per_group, num_rows, dim).permute(2, 0, 1, 3).reshape(num_rows, heads, dim)

@@ -11,6 +11,7 @@ from specctl.cli.options import json_option
 from specctl.cli.show import count, pairs, size
 
 if TYPE_CHECKING:
+    from specctl.convert_mtp.inspection import MtpFacts
     from specctl.inspect_model import Inspection, TokenizerFacts
 
 
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 @click.argument("model", metavar="PATH")
 @json_option
 def command(model: str, as_json: bool) -> None:
-    """Tell what the model directory PATH holds: architecture, weights, rope, context, tokenizer, and every problem with
-    its remedy. A hub id (org/name[@revision]) is taken too.
+    """Tell what the model directory PATH holds: architecture, weights, MTP layers, rope, context, tokenizer, and every
+    problem with its remedy. A hub id (org/name[@revision]) is taken too.
 
-    Exit code 0 when the model can be served, 2 when it cannot.
+    Exit code 0 when the model can be served or, of a DeepSeek checkpoint, when its MTP layer is whole; else 2.
     """
     from specctl.hub import locate
     from specctl.inspect_model import inspect_model
@@ -29,12 +30,15 @@ def command(model: str, as_json: bool) -> None:
 
     inspection = inspect_model(locate(model))
     click.echo(to_json(_as_json(inspection)) if as_json else _as_text(inspection))
-    if not inspection.servable:
+    if not inspection.sound:
         raise click.exceptions.Exit(2)
 
 
 def _as_json(inspection: Inspection) -> dict[str, Any]:
     facts = asdict(inspection)
+    if inspection.mtp is not None:
+        facts["mtp"] = {**facts["mtp"], "convertible": inspection.mtp.convertible}
+        del facts["mtp"]["findings"]  # they are among the problems
     return {**facts, "path": str(inspection.path), "servable": inspection.servable}
 
 
@@ -55,13 +59,32 @@ def _as_text(inspection: Inspection) -> str:
             ("weights", f"{count(weights.parameters)} parameters, {size(weights.bytes)}, files: {weights.files}")
         )
         rows += [("", f"{part.dtype}: {part.tensors} tensors, {size(part.bytes)}") for part in weights.dtypes]
+    if (mtp := inspection.mtp) is not None:
+        rows += _mtp_rows(mtp)
     if (tokenizer := inspection.tokenizer) is not None:
         rows += _tokenizer_rows(tokenizer)
     lines = [pairs(rows)]
     if inspection.problems:
         lines.append("")
     lines += [f"{problem.severity}: {problem.what}\n  -> {problem.remedy}" for problem in inspection.problems]
-    return "\n".join([*lines, "", "can be served" if inspection.servable else "cannot be served"])
+    verdict = "can be served" if inspection.servable else "cannot be served"
+    if inspection.mtp is not None and inspection.mtp.convertible and inspection.sound:
+        verdict += "; its MTP layer is whole and can be converted"
+    return "\n".join([*lines, "", verdict])
+
+
+def _mtp_rows(mtp: MtpFacts) -> list[tuple[str, str]]:
+    found = ", ".join(map(str, mtp.found)) or "none"
+    layout = f", layout {mtp.dialect}" if mtp.dialect else ""
+    rows = [
+        ("MTP", f"{mtp.family}, {mtp.role}{layout}; layers claimed: {mtp.claimed}, found: {found}"),
+        ("", f"quantisation: {mtp.quantisation or 'none'}"),
+    ]
+    for layer in mtp.layers:
+        dtypes = ", ".join(f"{number} {dtype}" for dtype, number in layer.dtypes.items())
+        rows.append(("", f"layer {layer.number}: {layer.tensors} tensors, {size(layer.bytes)}: {dtypes}"))
+        rows += [("", f"  {name}: {state}") for name, state in layer.copies.items()]
+    return rows
 
 
 def _tokenizer_rows(tokenizer: TokenizerFacts) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from specctl.errors import SpecctlError
 COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("specctl.cli.quickstart", "Measure speculation on a small model and show what it gains."),
     "inspect": ("specctl.cli.inspect", "Tell what a model directory holds and what keeps it from being served."),
+    "convert-mtp": ("specctl.cli.convert_mtp", "Take the MTP layer out of a DeepSeek checkpoint, for any reader."),
     "doctor": ("specctl.cli.doctor", "Tell what is installed here, which devices work and what is missing for what."),
     "generate": ("specctl.cli.generate", "Generate text for prompts, plainly or with a draft."),
     "bench": ("specctl.cli.bench", "Measure plain against speculative decoding on the same prompts."),

@@ -1,7 +1,7 @@
 """Which family's MTP weights a checkpoint has. DeepSeek-V3, R1 and V3.1 are converted; the others are refused by name.
 
-A prefix alone tells nothing: the same `mtp.` holds a DSpark drafter in one model and an MTP layer in the next. So what is
-asked is which modules there are.
+A prefix alone tells nothing: the same `mtp.` holds a DSpark drafter in one model and an MTP layer in the next. So what
+is asked is which modules there are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ SUPPORTED = "deepseek_v3"
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: a pattern for config.json's key. modules: patterns for tensor names, each of which some tensor fits."""
+    """model_type: a pattern for config.json's key. modules: patterns for tensor names, each of which some tensor
+    fits."""
 
     name: str
     model_type: str = ""
@@ -44,7 +45,9 @@ BY_TENSORS = (
     Family("Bailing or Ling", modules=(r"model\.layers\.\d+\.eh_proj\.", r"model\.layers\.\d+\.attention\.")),
     Family("GLM-OCR or GLM-5.3-Flash", modules=(r"model\.language_model\.layers\.\d+\.eh_proj\.",)),
     Family("DeepSeek-V3.2 or GLM-5 (with an indexer)", modules=(r"(model\.)?layers\.\d+\.self_attn\.indexer\.",)),
-    Family("Hunyuan V3 or another", modules=(r"model\.layers\.\d+\.eh_proj\.", r"model\.layers\.\d+\.final_layernorm\.")),
+    Family(
+        "Hunyuan V3 or another", modules=(r"model\.layers\.\d+\.eh_proj\.", r"model\.layers\.\d+\.final_layernorm\.")
+    ),
 )
 BY_MODEL_TYPE = (
     Family("DeepSeek-V3.2", r"deepseek_v32"),
@@ -69,13 +72,18 @@ BY_MODEL_TYPE = (
 )
 
 
-def recognise(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+def by_tensors(names: Collection[str]) -> str | None:
     """The family whose MTP or drafting weights these are, None for DeepSeek-V3 or for no family that is known."""
     # Hundreds of experts say nothing that one does not: only names without them are asked.
     few = [name for name in names if ".experts." not in name]
     for family in BY_TENSORS:
         if all(any(re.match(module, name) for name in few) for module in family.modules):
             return family.name
+    return None
+
+
+def by_label(config: Mapping[str, Any]) -> str | None:
+    """The same by config.json alone, whether there are such weights or not."""
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         for family in BY_MODEL_TYPE:
@@ -86,7 +94,7 @@ def recognise(config: Mapping[str, Any], names: Collection[str]) -> str | None:
 
 def refuse_others(config: Mapping[str, Any], names: Collection[str], where: str) -> None:
     """Raises CheckpointError for everything but DeepSeek-V3, R1 and V3.1, with the family's name where it is known."""
-    family = recognise(config, names)
+    family = by_tensors(names) or by_label(config)
     if family is not None:
         raise CheckpointError(
             f"{where}: has the weights of {family}, which are not converted, expected DeepSeek-V3, R1 or V3.1"

@@ -1,4 +1,5 @@
-"""Layouts of heads on the disk, one file for each reader: what it maps, skips, fills by itself and takes for granted."""
+"""Layouts of heads on the disk, one file for each reader: what it maps, skips, fills by itself and takes for
+granted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The layout of DeepSeek's own checkpoints: the MTP layer follows the target's layers, under the same names.
 
-Read so by transformers, TensorRT-LLM and this project. A layer's embedding and head may be absent; what is stored is used.
+Read so by transformers, TensorRT-LLM and this project. A layer's embedding and head may be absent; what is stored is
+used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def named(name: str, config: Mapping[str, Any]) -> Named | None:
 
 
 def place(named: Named) -> Place:
-    return Place(f"{named.index}.{named.name}")
+    return Place(f"{named.layer}.{named.name}")
 
 
 def config_faults(config: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a reader makes of a directory, simulated from headers: what it drops, leaves unfilled or takes for something else.
+"""What a reader makes of a directory, simulated from headers: what it drops, leaves unfilled or takes for something
+else.
 
 A reader is described by one function, from a tensor's name to the parameter it fills. All that follows from it, for any
 reader, is here; what differs between readers is in their own files.
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specctl.fp8 import E4M3
-from specctl.heads.mtp import SCALE, Expected, MtpConfig, scale_of
+from specctl.heads.mtp import EMBEDDING, HEAD, MtpConfig, scale_of
 from specctl.heads.quantisation import Fp8Config
 from specctl.shards import TensorInfo
 
@@ -28,9 +29,9 @@ class Place(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A name understood: the MTP layer's index, from 0, and the tensor's name within the layer."""
+    """A name understood: which of the MTP layers, from 0, and the tensor's name within the layer."""
 
-    index: int
+    layer: int
     name: str
 
 
@@ -92,7 +93,7 @@ def faults(dialect: Dialect, reading: Reading, config: Mapping[str, Any]) -> lis
     return found
 
 
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_COPIES = (EMBEDDING, HEAD)
 
 
 class _Wanted(NamedTuple):
@@ -129,7 +130,8 @@ def _misread(name: str, info: TensorInfo, want: _Wanted, fp8: Fp8Config | None) 
 
 
 def joined(name: str, groups: Mapping[str, str]) -> Place | None:
-    """The place of a tensor that a reader joins with others. groups: the last module's name to that of the joint one."""
+    """The place of a tensor that a reader joins with others. groups: the last module's name to that of the joint
+    one."""
     module, _, leaf = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     if last not in groups:
@@ -144,6 +146,3 @@ def experts(name: str) -> Place | None:
         return None
     joint = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}.get(parts[3])
     return None if joint is None else Place(f"mlp.experts.{joint}_{parts[4]}", f"{parts[2]}.{parts[3]}")
-
-
-__all__ = ["PLAIN", "SCALE", "Dialect", "Expected", "Named", "Place", "Reading", "experts", "faults", "joined"]

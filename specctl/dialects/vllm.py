@@ -1,9 +1,10 @@
 """vLLM's rules for a DeepSeek MTP layer in a directory of its own (read in 0.33.0).
 
-The layer keeps the number it has in the target. The draft is built from the *target's* config: number of layers, count of
-MTP layers and quantisation, whatever the draft's own directory says. Names outside the MTP layers are passed over without
-a word; of a quantised checkpoint, what is missing is not noticed either. eh_proj is never quantised. Embedding and head are
-always the target's without pipeline parallelism; with it, the draft's first rank wants the embedding in the draft's files.
+The layer keeps the number it has in the target. The draft is built from the *target's* config: number of layers, count
+of MTP layers and quantisation, whatever the draft's own directory says. Names outside the MTP layers are passed over
+without a word; of a quantised checkpoint, what is missing is not noticed either. eh_proj is never quantised. Embedding
+and head are always the target's without pipeline parallelism; with it, the draft's first rank wants the embedding in
+the draft's files.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def named(name: str, config: Mapping[str, Any]) -> Named | None:
 
 
 def place(named: Named) -> Place:
-    prefix = f"model.layers[{named.index}]"
+    prefix = f"model.layers[{named.layer}]"
     if named.name == "embed_tokens.weight":
-        return Place("model.embed_tokens.weight", str(named.index))
+        return Place("model.embed_tokens.weight", str(named.layer))
     if named.name.startswith(_OUTSIDE):
         return Place(f"{prefix}.{named.name}")
     inner = experts(named.name) or joined(named.name, _JOINED) or Place(named.name)

@@ -199,7 +199,9 @@ class Engine:
             sequences = [s for _, s in complete]
             for sequence in sequences:
                 sequence.status = Status.DECODING
-            outputs = self._plain_tokens(sequences, hidden.final_TD[row_R])
+            with self.stats.timed("prefill"):
+                logits_BV = self.target.logits(hidden.final_TD[row_R])
+            outputs = self._plain_tokens(sequences, logits_BV)
         # A draft that reads hidden states follows every row; another leaves the riders behind, for one chunk later.
         if self._reads_hidden:
             followers = [s for s, _, _ in rows]
@@ -208,9 +210,9 @@ class Engine:
         self._catch_up([s for s in followers if not s.finished], hidden)
         return outputs
 
-    def _plain_tokens(self, sequences: list[Sequence], final_BD: Tensor) -> list[Output]:
+    def _plain_tokens(self, sequences: list[Sequence], logits_BV: Tensor) -> list[Output]:
         """Decide one token for each sequence from the target alone."""
-        return self._decide(sequences, self._no_draft(len(sequences)), final_BD[:, None], self._sampling(sequences))
+        return self._decide(sequences, self._no_draft(len(sequences)), logits_BV[:, None], self._sampling(sequences))
 
     def _decode(self, step: DecodeStep) -> list[Output]:
         sequences = step.sequences
@@ -221,8 +223,8 @@ class Engine:
         with self.stats.timed("verify"):
             batch = self._pack_blocks(sequences, draft)
             hidden = self._run_target(batch)
-        final_BMD = hidden.final_TD.view(len(sequences), num_slots + 1, -1)
-        outputs = self._decide(sequences, draft, final_BMD, sampling)
+            logits_BMV = self.target.logits(hidden.final_TD).view(len(sequences), num_slots + 1, -1)
+        outputs = self._decide(sequences, draft, logits_BMV, sampling)
         followers = []
         for sequence, k in zip(sequences, step.k, strict=True):
             if k and self.drafter is not None and self.drafter.window is not None:
@@ -246,11 +248,10 @@ class Engine:
         return draft if longest == draft.token_BK.shape[1] else draft.cut(longest)
 
     def _decide(
-        self, sequences: list[Sequence], draft: Draft, final_BMD: Tensor, sampling: SamplingBatch
+        self, sequences: list[Sequence], draft: Draft, logits_BMV: Tensor, sampling: SamplingBatch
     ) -> list[Output]:
         """Verify, commit what was decided, and report it."""
         with self.stats.timed("sample"):
-            logits_BMV = self.target.logits(final_BMD.flatten(0, 1)).view(*final_BMD.shape[:2], -1)
             scores_BMV = sampling.scores(logits_BMV, draft.token_BK)
             verdict = verify(draft, scores_BMV, sampling)
             if self.observer is not None:

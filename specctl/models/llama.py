@@ -45,21 +45,25 @@ class Attention(nn.Module):
         self._qkv: Linear | None = None
 
     def forward(self, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:
-        q_TNH, k_TGH, v_TGH = self._project(x_TD)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TNH, k_TGH = self.q_norm(q_TNH), self.k_norm(k_TGH)
-        out_TNH = attn.attend(self.index, rotate(q_TNH, *rope), rotate(k_TGH, *rope), v_TGH)
+        qk_TNH, v_TGH = self._project(x_TD)
+        # Queries and keys are turned in one go: on a CPU a call costs more than the numbers in it.
+        q_TNH, k_TGH = torch.split(rotate(qk_TNH, *rope), [self.heads, self.groups], dim=1)
+        out_TNH = attn.attend(self.index, q_TNH, k_TGH, v_TGH)
         out: Tensor = self.o_proj(out_TNH.flatten(1))
         return out
 
-    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys side by side, [T, N + G, H], and values."""
         if self._qkv is None:
             parts = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
-            q, k, v = (part.view(len(x_TD), -1, self.head_dim) for part in parts)
-            return q, k, v
-        qkv: Tensor = self._qkv(x_TD).view(len(x_TD), -1, self.head_dim)
-        q, k, v = torch.split(qkv, [self.heads, self.groups, self.groups], dim=1)
-        return q, k, v
+            qkv: Tensor = torch.cat(parts, dim=-1).view(len(x_TD), -1, self.head_dim)
+        else:
+            qkv = self._qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        qk_TNH, v_TGH = torch.split(qkv, [self.heads + self.groups, self.groups], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TNH, k_TGH = torch.split(qk_TNH, [self.heads, self.groups], dim=1)
+            qk_TNH = torch.cat((self.q_norm(q_TNH), self.k_norm(k_TGH)), dim=1)
+        return qk_TNH, v_TGH
 
     def prepare(self, purpose: Purpose) -> None:
         if purpose == "serve":

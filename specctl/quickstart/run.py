@@ -115,8 +115,7 @@ def _commands(target: str, k: int, model: ModelOptions) -> Commands:
     serve = ["specctl", "serve", "--target", target, *(["--draft", "ngram", "--k", str(k)] if k else []), *flags]
     lengths = ",".join(map(str, LENGTHS))
     bench = ["specctl", "bench", "--target", target, "--draft", "ngram", "--sweep-k", lengths, *flags]
-    files = ["--prompts", "mine.jsonl", "--output", "mine.json"]
-    return Commands(shlex.join(serve), f"{shlex.join(bench)} \\\n    {shlex.join(files)}")
+    return Commands(shlex.join(serve), shlex.join([*bench, "--prompts", "mine.jsonl", "--output", "mine.json"]))
 
 
 def _write(directory: Path, outcome: _Outcome, facts: Facts, plan: Plan) -> None:

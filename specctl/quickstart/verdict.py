@@ -12,6 +12,7 @@ from specctl.bench.render import answers
 from specctl.bench.steps import StepCost, step_costs
 from specctl.schemas.report import Comparison, Report, Run
 
+FEW_PROMPTS = 10
 COLUMNS = ("run", "K", "tok/s", "speed-up", "95 %", "accepted", "length", "efficiency", "same text")
 
 
@@ -123,7 +124,7 @@ def _because(report: Report, run: Run, comparison: Comparison) -> str:
         f"tokens were accepted, so a step brings {step.tokens:.2f} tokens. Checking a draft is a pass over "
         f"{(run.k or 0) + 1} rows, which costs v = {comparison.v:.2f} plain passes; with the steps that had no draft, "
         f"and all else that a step does, a step costs {cost:.2f} plain ones. {step.tokens:.2f} / {cost:.2f} = "
-        f"{comparison.speedup:.2f}.{_hint(step, comparison)}"
+        f"{comparison.speedup:.2f}.{_hint(step, comparison)}{_doubt(report)}"
     )
 
 
@@ -135,6 +136,13 @@ def _hint(step: StepCost, comparison: Comparison) -> str:
     if (comparison.v or 0) > step.tokens:
         return " The pass that checks a draft is too expensive on this machine for what the drafts bring."
     return ""
+
+
+def _doubt(report: Report) -> str:
+    number = report.work.n
+    if number >= FEW_PROMPTS:
+        return ""
+    return f" Only {number} prompts were measured, so the interval itself is rough; more --minutes measure more."
 
 
 def _text(drafted: list[Comparison]) -> str:

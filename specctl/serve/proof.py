@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from specctl.bench.options import BenchOptions
 from specctl.bench.run import run_bench
-from specctl.errors import GateFailed, UsageError
+from specctl.errors import GateFailed, RequestError, UsageError
 from specctl.options import DecodingOptions
 from specctl.pair import OpenedDraft, Target
 from specctl.prompts import Prompt
@@ -53,9 +53,10 @@ def prove(
     unless plain serving is the fallback; UsageError for prompts that cannot be answered."""
     say(f"verify: measuring {len(prompts)} prompts, plain and with {draft.name}, {REPEATS} times each")
     try:
-        alone = replace(decoding, batch=1)
-        report = run_bench(target, [draft], prompts, BenchOptions(repeats=REPEATS), alone, lambda sentence: None)
-    except UsageError as error:
+        alone, told = replace(decoding, batch=1), replace(draft, notices=[])
+        options = BenchOptions(repeats=REPEATS)
+        report = run_bench(target, [told], prompts, options, alone, lambda sentence: say(f"verify: {sentence}"))
+    except (UsageError, RequestError) as error:
         raise UsageError(f"--verify: {error}") from None
     measured = next(comparison for comparison in report.comparisons if comparison.against == "plain")
     interval = None if measured.ci95 is None else (measured.ci95[0], measured.ci95[1])

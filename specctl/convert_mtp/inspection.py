@@ -1,0 +1,161 @@
+"""What `inspect` tells about MTP weights: whose they are, how many layers are claimed and found, and what is wrong.
+
+Nothing about a checkpoint raises here: it becomes a finding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from specctl.checkpoint import Checkpoint
+from specctl.convert_mtp.families import SUPPORTED, by_label, by_tensors
+from specctl.convert_mtp.files import Files
+from specctl.convert_mtp.inventory import Inventory, take_inventory
+from specctl.convert_mtp.shared import compare, find_originals
+from specctl.convert_mtp.source import Source, locate_layers, marked_layers, tensors_by_layer
+from specctl.dialects.sglang import is_export
+from specctl.errors import CheckpointError
+from specctl.heads.mtp import EMBEDDING, HEAD, SHARED, claimed_layers
+from specctl.heads.quantisation import Fp8Config
+from specctl.keys import Keys
+
+SHOWN = 3
+MARK = "eh_proj"
+
+
+class Finding(NamedTuple):
+    severity: Literal["error", "warning", "note"]
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """dtypes: number of tensors by dtype. copies: of the target's tensors, to what they are (shared.State)."""
+
+    number: int
+    tensors: int
+    bytes: int
+    dtypes: dict[str, int]
+    copies: dict[str, str]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class MtpFacts:
+    """role: a target with or without MTP, or a head by itself. dialect: the layout, where it is one of ours. claimed:
+    by config.json. found: numbers of the layers that have MTP tensors."""
+
+    family: str
+    role: Literal["target with MTP", "target", "MTP head"]
+    dialect: str | None
+    claimed: int
+    found: tuple[int, ...]
+    quantisation: str | None
+    layers: tuple[LayerFacts, ...] = ()
+    findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def convertible(self) -> bool:
+        """Whether `convert-mtp` takes it."""
+        return bool(self.layers) and all(finding.severity != "error" for finding in self.findings)
+
+
+def inspect_mtp(checkpoint: Checkpoint) -> MtpFacts | None:
+    """None for a checkpoint of a family that has no MTP weights."""
+    names, config = checkpoint.names(), checkpoint.config
+    family = by_tensors(names) or (by_label(config) if any("mtp" in name or MARK in name for name in names) else None)
+    if family is not None:
+        remedy = "convert-mtp takes DeepSeek-V3, R1 and V3.1 only"
+        finding = Finding("note", f"MTP or drafting weights of {family}", remedy)
+        return MtpFacts(family, "target with MTP", None, 0, (), None, (), (finding,))
+    if config.get("model_type") != SUPPORTED:
+        return None
+    findings: list[Finding] = []
+    claimed, found = _layers(checkpoint, names, findings)
+    layers: tuple[LayerFacts, ...] = ()
+    if claimed and not findings:
+        try:
+            source = locate_layers(Files(str(checkpoint.path), checkpoint.path, None), config, names)
+            layers = _inspect_layers(source, checkpoint, findings)
+        except CheckpointError as error:
+            remedy = "use the original checkpoint, or put its own config.json beside its weights"
+            findings.append(Finding("error", str(error), remedy))
+    is_head = not any(_is_of_target(name) for name in names)
+    return MtpFacts(
+        family=SUPPORTED,
+        role="MTP head" if is_head else "target with MTP" if found else "target",
+        dialect=("sglang" if is_export(config) else "deepseek") if found else None,
+        claimed=claimed,
+        found=tuple(found),
+        quantisation=_quantisation(checkpoint),
+        layers=layers,
+        findings=tuple(findings),
+    )
+
+
+def _layers(checkpoint: Checkpoint, names: list[str], findings: list[Finding]) -> tuple[int, list[int]]:
+    """How many layers the config claims, and which there are; with findings when these do not agree."""
+    where = str(checkpoint.path / "config.json")
+    try:
+        claimed = claimed_layers(Keys(checkpoint.config, where))
+        found = marked_layers(tensors_by_layer(names, str(checkpoint.path)))
+    except CheckpointError as error:
+        findings.append(Finding("error", str(error), "set it right, or keep one of the two tensors"))
+        return 0, []
+    if claimed and not found:
+        what = f"config.json claims {claimed} MTP layer{'s' if claimed > 1 else ''}, and no tensor of any is there"
+        remedy = "saving has lost it: use the original checkpoint, or set num_nextn_predict_layers to 0"
+        findings.append(Finding("error", what, remedy))
+    if found and not claimed:
+        what = f"layer {found[0]} is an MTP layer, but num_nextn_predict_layers is 0 or absent"
+        findings.append(Finding("error", what, f"set it to {len(found)}"))
+    return claimed, found
+
+
+def _inspect_layers(source: Source, checkpoint: Checkpoint, findings: list[Finding]) -> tuple[LayerFacts, ...]:
+    originals = find_originals(checkpoint, source.shared)
+    facts = []
+    for layer, inventory in zip(source.layers, take_inventory(source, checkpoint), strict=True):
+        copies: dict[str, str] = dict.fromkeys(SHARED, "unknown")
+        if not inventory.faults:
+            copies = dict(compare(checkpoint, inventory, originals, quick=True))
+        infos = [checkpoint.info(name) for name in layer.names.values()]
+        dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in infos)
+        total = sum(info.num_bytes for info in infos)
+        facts.append(LayerFacts(layer.number, len(infos), total, dict(dtypes), copies, whole=not inventory.faults))
+        findings += _layer_findings(inventory, copies)
+    for number, count in sorted(source.strays.items()):
+        what = f"{count} tensors of layer {number} belong to no layer of the config"
+        findings.append(Finding("warning", what, "set num_hidden_layers and num_nextn_predict_layers right"))
+    return tuple(facts)
+
+
+def _layer_findings(inventory: Inventory, copies: dict[str, str]) -> list[Finding]:
+    found = []
+    if inventory.faults:
+        shown = "; ".join(inventory.faults[:SHOWN]) + ("; ..." if len(inventory.faults) > SHOWN else "")
+        what = f"layer {inventory.number} is not whole ({len(inventory.faults)} faults): {shown}"
+        found.append(Finding("error", what, "use the original checkpoint: engines load such a layer without a word"))
+    for name in (EMBEDDING, HEAD):
+        if copies[name] == "differs":
+            what = f"layer {inventory.number}: {name} differs from the target's own"
+            remedy = "vLLM and SGLang put the target's in its place; acceptance is lower if it was trained"
+            found.append(Finding("warning", what, remedy))
+    return found
+
+
+def _quantisation(checkpoint: Checkpoint) -> str | None:
+    try:
+        fp8 = Fp8Config.read(checkpoint.config, str(checkpoint.path / "config.json"))
+    except CheckpointError as error:
+        return f"not supported: {error}"
+    if fp8 is None:
+        return None
+    return f"fp8 in blocks of {fp8.block.rows} x {fp8.block.columns}" + (", scales ue8m0" if fp8.powers_of_two else "")
+
+
+def _is_of_target(name: str) -> bool:
+    return name.removeprefix("model.") in ("norm.weight", "embed_tokens.weight") or name == "lm_head.weight"

@@ -1,0 +1,52 @@
+"""specctl.json: what a draft's directory says of itself."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specctl.schemas.base import Checked, Document, Provenance
+
+
+class Head(Checked):
+    """What the head reads and where its norms are."""
+
+    reads: str
+    taps: list[int]
+    norms: dict[str, str]
+    vocabulary: dict[str, Any] | None
+    feedback: str | None
+
+
+class DraftTarget(Checked):
+    """Which target it drafts for. tensors_sha: null unless all of the target's shards were there to be read."""
+
+    name: str | None
+    revision: str | None
+    config_sha: str | None
+    tensors_sha: str | None
+
+
+class Acceptance(Checked):
+    """Measured acceptance. class: of prompts."""
+
+    class_: str = Field(alias="class")
+    temperature: float
+    k: int
+    accepted_per_position: list[float]
+    mean_acceptance_length: float
+
+
+class DraftFile(Document):
+    """specctl.json. recipe: how it was made."""
+
+    schema_: Literal["specctl.draft/1"] = Field(alias="schema", default="specctl.draft/1")
+    provenance: Provenance
+    kind: str
+    head: Head | None
+    target: DraftTarget | None
+    data_sha: str | None = None
+    recipe: dict[str, Any] | None = None
+    versions: dict[str, str | None] | None = None
+    acceptance: list[Acceptance] | None = None
