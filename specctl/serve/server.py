@@ -113,7 +113,7 @@ def _api_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return ()
     try:
-        keys = read_api_keys(file.read_text(encoding="utf-8"))
+        keys = read_api_keys(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--api-key-file {file}: cannot be read: {error}") from None
     if not keys:
