@@ -180,6 +180,19 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
+    def begin_stream(self, body: Mapping[str, Any]) -> socket.socket:
+        """A connection on which the first event of a streamed completion has come."""
+        raw = json.dumps({**body, "stream": True}).encode()
+        connection = self.connect()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        got = b""
+        while b"data: " not in got:
+            part = connection.recv(4096)
+            assert part, got
+            got += part
+        return connection
+
     def idle(self) -> bool:
         metrics = self.metrics()
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

@@ -150,7 +150,7 @@ def test_errors_are_the_clients_own(alpha: Server, client: openai.OpenAI) -> Non
 
 def test_a_key(launcher: Launcher, make: Make, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("\ufeffsk-right\n# and no other\n")
+    keys.write_text("\ufeffsk-right\n# and no other\n", encoding="utf-8")
     with launcher.serve(make(tiny.table, rows=tiny.chain("xABCDEFGH")), "--api-key-file", keys) as server:
         assert len(server.client(api_key="sk-right").models.list().data) == 1
         with pytest.raises(openai.AuthenticationError):
