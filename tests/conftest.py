@@ -62,3 +62,11 @@ def pytest_report_header() -> list[str]:
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
     packages = ("torch", "transformers", "tokenizers", "safetensors", "flashinfer-python", "vllm")
     return [", ".join(map(version, packages)), f"device: {f'{len(gpus)} NVIDIA GPU(s)' if gpus else 'CPU only'}"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests recorded with record_property, which is said whether they pass or not."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties:
+                terminalreporter.write_line(f"{name}: {value}")

@@ -30,9 +30,8 @@ def penalise(
 
 
 def heat(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    """Logits over temperature, the best of a row shifted to 0, so that no temperature above 0 is too low."""
-    best_R1 = logits_RV.amax(-1, keepdim=True)
-    return (logits_RV - best_R1) / temperature_R.clamp(min=1e-30).to(logits_RV.dtype)[..., None]
+    """Logits over temperature; one too low for float32 to divide by is as good as the lowest that is not."""
+    return logits_RV / temperature_R.clamp(min=1e-30).to(logits_RV.dtype)[..., None]
 
 
 def keep_top_k(scores_RV: Tensor, top_k_R: Tensor, largest: int) -> Tensor:
