@@ -111,18 +111,21 @@ class Rope:
             self._inv_freq_F, self._scale = _frequencies(config, head_dim)
 
     def cos_sin(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every row's angles, both [T, 1, H] so that they broadcast over heads."""
+        """cos and sin of every row's angles, both [T, 1, H] so that they broadcast over heads; the first half of sin is
+        negated, as `rotate` wants it."""
         if self._inv_freq_F.device != position_T.device:
             self._inv_freq_F = self._inv_freq_F.to(position_T.device)
         angle_TF = position_T[:, None].float() * self._inv_freq_F
-        angle_T1H = torch.cat((angle_TF, angle_TF), dim=-1)[:, None]
-        return (angle_T1H.cos() * self._scale).to(dtype), (angle_T1H.sin() * self._scale).to(dtype)
+        cos_TF, sin_TF = angle_TF.cos() * self._scale, angle_TF.sin() * self._scale
+        cos_T1H, sin_T1H = torch.cat((cos_TF, cos_TF), dim=-1)[:, None], torch.cat((-sin_TF, sin_TF), dim=-1)[:, None]
+        return cos_T1H.to(dtype), sin_T1H.to(dtype)
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + H / 2]) by each row's angles."""
-    first, second = x_TNH.chunk(2, dim=-1)
-    return x_TNH * cos_T1H + torch.cat((-second, first), dim=-1) * sin_T1H
+    """Rotate the pairs (x[i], x[i + H / 2]) by each row's angles: x * cos + (-second half, first half) * sin.
+
+    The sign comes with the sine, so that the halves are only swapped."""
+    return x_TNH * cos_T1H + x_TNH.roll(x_TNH.shape[-1] // 2, -1) * sin_T1H
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
