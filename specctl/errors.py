@@ -39,6 +39,15 @@ class RequestError(SpecctlError):
         self.param = param
 
 
+class NumericalError(SpecctlError):
+    """Raised when a model computes no numbers any more. request_ids: the engine's requests it happened to, which are
+    ended; the others are unharmed."""
+
+    def __init__(self, message: str, request_ids: frozenset[int] = frozenset()) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+
+
 class MissingDependency(SpecctlError):
     """Raised when an optional package is needed and absent."""
 

@@ -13,10 +13,12 @@ from typing import Literal
 import torch
 
 from specctl import models
-from specctl.checkpoint import LEGACY, Checkpoint
+from specctl.checkpoint import INDEX, LEGACY, Checkpoint
+from specctl.convert_mtp.files import PartOfIndex, part_of_index, refuse_unfinished
 from specctl.convert_mtp.inspection import MtpFacts, inspect_mtp
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, RequestError
 from specctl.models.config import ModelConfig
+from specctl.pair import has_tokenizer
 from specctl.shards import TensorInfo
 from specctl.text.tokenizer import Tokenizer, eos_ids
 
@@ -107,14 +109,18 @@ class Inspection:
 def inspect_model(path: Path) -> Inspection:
     """Look a directory over. Nothing about the directory raises: what is wrong with it becomes a problem."""
     try:
-        checkpoint = Checkpoint(path)
+        refuse_unfinished(path)
+        part = part_of_index(path)
+        checkpoint = Checkpoint(path, None if part is None else part.present)
     except CheckpointError as error:
         problem = Problem("error", str(error), "give a directory with config.json and safetensors that are whole")
         return Inspection(path, None, None, None, (problem,))
     problems: list[Problem] = []
     weights = _weights(checkpoint, problems)
-    mtp = inspect_mtp(checkpoint)
+    mtp = inspect_mtp(checkpoint, None if part is None else part.index)
     problems += [Problem(*finding) for finding in (mtp.findings if mtp is not None else ())]
+    if part is not None:
+        problems.append(_partial(part, mtp))
     config = _config(checkpoint, problems, mtp)
     model = None
     if config is not None:
@@ -125,6 +131,15 @@ def inspect_model(path: Path) -> Inspection:
             problems.append(Problem("note", what, "give the checkpoint yarn or llama3 scaling for longer texts"))
     tokenizer = _tokenizer(checkpoint, config, problems)
     return Inspection(path, model, weights, tokenizer, tuple(problems), mtp)
+
+
+def _partial(part: PartOfIndex, mtp: MtpFacts | None) -> Problem:
+    """Of a DeepSeek checkpoint the files with the MTP layer are enough to convert it."""
+    number = len(part.absent)
+    what = f"{number} of {number + len(part.present)} files that {INDEX} names are not there: {_few(part.absent)}"
+    if mtp is not None and mtp.convertible:
+        return Problem("warning", what, "fetch them to serve the model; its MTP layer can be converted without them")
+    return Problem("error", what, "fetch the checkpoint again")
 
 
 def _config(checkpoint: Checkpoint, problems: list[Problem], mtp: MtpFacts | None) -> ModelConfig | None:
@@ -238,8 +253,10 @@ def _tokenizer(checkpoint: Checkpoint, config: ModelConfig | None, problems: lis
     try:
         tokenizer = Tokenizer(checkpoint.path)
     except CheckpointError as error:
-        remedy = "mend or replace the tokenizer's files; until then prompts can be given as token ids only"
-        problems.append(Problem("warning", str(error), remedy))
+        if has_tokenizer(checkpoint.path):
+            problems.append(Problem("error", str(error), "mend or replace the tokenizer's files"))
+        else:
+            problems.append(Problem("warning", str(error), "add them; until then prompts are token ids only"))
         return None
     facts = TokenizerFacts(
         kind=tokenizer.kind,
@@ -249,16 +266,25 @@ def _tokenizer(checkpoint: Checkpoint, config: ModelConfig | None, problems: lis
         eos_id=tokenizer.eos_id,
         stop_ids=eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id),
     )
+    _check_template(tokenizer, problems)
     _check_tokenizer(facts, eos_ids(checkpoint.config), config, problems)
     return facts
+
+
+def _check_template(tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    if not tokenizer.has_chat_template:
+        what = "the tokenizer has no chat template, so prompts cannot be given as messages"
+        problems.append(Problem("warning", what, "put chat_template.jinja beside the tokenizer, or give plain prompts"))
+        return
+    try:
+        tokenizer.chat([{"role": "user", "content": "Hello"}])
+    except RequestError as error:
+        problems.append(Problem("warning", f"a question of one message: {error}", "mend the chat template"))
 
 
 def _check_tokenizer(
     facts: TokenizerFacts, by_config: tuple[int, ...], config: ModelConfig | None, problems: list[Problem]
 ) -> None:
-    if not facts.chat_template:
-        what = "the tokenizer has no chat template, so prompts cannot be given as messages"
-        problems.append(Problem("warning", what, "put chat_template.jinja beside the tokenizer, or give plain prompts"))
     if not facts.stop_ids:
         what = "no file names an end-of-text token, so every answer runs to its longest length"
         problems.append(Problem("warning", what, "set eos_token_id in generation_config.json"))

@@ -211,3 +211,19 @@ def test_a_reader_that_left() -> None:
         child.stdout.close()
         said = child.stderr.read()
     assert (child.returncode, said) == (130, b"")
+
+
+def test_a_full_disk_is_an_environment_error() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "specctl", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (3, b"Error: no disk space left; free some and run again\n")
+
+
+@pytest.mark.parametrize("arguments", [("--batch", "1000000000"), ("--threads", "100000")])
+def test_numbers_no_machine_can_take_are_refused_before_anything_is_loaded(
+    run: Run, arguments: tuple[str, str]
+) -> None:
+    ran = run("generate", "--target", "nowhere", "--prompt", "x", *arguments)
+    assert ran.code == 2
+    assert arguments[0] in ran.err

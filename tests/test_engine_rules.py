@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from decoding import all_back, engine, greedy, greedy_params, llama_draft, model, outputs, tokenizer
 from fixtures import Make
 
+from specctl.checkpoint import Checkpoint
 from specctl.drafts.llama import LlamaDrafter
 from specctl.drafts.ngram import NgramDrafter
 from specctl.engine.engine import Engine
 from specctl.engine.output import Output
 from specctl.engine.scheduler import DraftLength
 from specctl.engine.sequence import Sequence
-from specctl.errors import CapacityError, RequestError
+from specctl.errors import CapacityError, NumericalError, RequestError
+from specctl.models import load
 from specctl.sampling.params import SamplingParams
 
 X = [tiny.BOS, ord("x")]
@@ -290,3 +293,25 @@ def test_requests_are_refused_by_name(random_pair: Any) -> None:
 def test_a_k_without_a_draft_is_refused(random_pair: Any) -> None:
     with pytest.raises(RequestError, match="at most 0"):
         engine(model(random_pair[0])).add([1], SamplingParams(k=1))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_logits_that_are_no_numbers_end_their_request_alone(random_pair: Any, k: int) -> None:
+    """One token's embedding is NaN: whoever has said it has nothing to choose from."""
+    target, draft = random_pair
+    healthy, poison = [tiny.BOS, *b"hello"], [tiny.BOS, *b"hel\x07"]
+    broken = load(Checkpoint(target), torch.float64, torch.device("cpu"))
+    broken.model.embed_tokens.weight.data[7] = torch.nan
+    e = engine(broken, llama_draft(draft), k, eos_ids=frozenset(), max_sequences=2)
+    [kept] = e.choices(e.add(healthy, greedy_params(12)))
+    lost = e.add(poison, greedy_params(12))
+    failures = []
+    while e.has_work:
+        try:
+            e.step()
+        except NumericalError as error:
+            failures.append(error)
+    assert [error.request_ids for error in failures] == [{lost}]
+    assert "NaN or infinite after 5 tokens" in str(failures[0])
+    assert kept.output == greedy(target, tuple(healthy), 12)
+    assert all_back(e)

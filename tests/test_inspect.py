@@ -197,6 +197,15 @@ def test_not_servable(run: Run, copy: Path, change: Callable[[Path], Any], words
             models.load(Checkpoint(copy), torch.float32, torch.device("cpu"))
 
 
+def test_a_tokenizer_that_cannot_be_read(run: Run, copy: Path) -> None:
+    (copy / "tokenizer.json").write_text("{}")
+    ran = run("inspect", copy)
+    assert ran.code == 2
+    assert "error: " in ran.out
+    assert "tokenizer.json" in ran.out
+    assert run("generate", "--target", copy, "--token-ids", "5,6").code == 2
+
+
 def test_what_can_be_told_is_told(run: Run, copy: Path) -> None:
     """An architecture that is not supported still has weights and a tokenizer."""
     change_json(copy / "config.json", model_type="new")
@@ -220,7 +229,7 @@ def test_no_directory(run: Run, tmp_path: Path) -> None:
     [
         (lambda path: (path / "chat_template.jinja").unlink(), "warning", "no chat template"),
         (lambda path: (path / "tokenizer.json").unlink(), "warning", "tokenizer.json is missing"),
-        (lambda path: (path / "tokenizer.json").write_text("{}"), "warning", "tokenizer"),
+        (lambda path: (path / "chat_template.jinja").write_text("{{ x"), "warning", "unexpected end of template"),
         (
             lambda path: change_json(path / "generation_config.json", eos_token_id=[257]),
             "warning",

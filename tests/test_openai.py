@@ -348,7 +348,19 @@ HARMLESS_CHAT: dict[str, Any] = {
 def test_values_that_ask_for_nothing_pass() -> None:
     assert chat(**HARMLESS, **HARMLESS_CHAT) == chat()
     assert completion(**HARMLESS, suffix="") == completion()
-    assert chat(**dict.fromkeys([*HARMLESS, *HARMLESS_CHAT, "audio", "nothing_we_know"])) == chat(), "null is absent"
+    assert chat(**dict.fromkeys([*HARMLESS, *HARMLESS_CHAT, "audio"])) == chat(), "null is absent"
+
+
+def test_an_unknown_parameter_is_refused_even_when_it_is_null() -> None:
+    with pytest.raises(RequestError, match="'temperature_' is not a known parameter; did you mean temperature"):
+        chat(temperature_=None)
+
+
+def test_what_is_too_large_is_told_both_bounds() -> None:
+    with pytest.raises(RequestError, match=f"from {-(2**63)} to {2**63 - 1}"):
+        chat(seed=2**70)
+    with pytest.raises(RequestError, match=r"of at least 1$"):
+        chat(max_tokens=0)
 
 
 def test_stream_options_that_ask_for_nothing_pass() -> None:

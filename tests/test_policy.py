@@ -105,6 +105,21 @@ def test_what_is_no_policy_is_refused(tmp_path: Path, text: str) -> None:
         read_policy(file)
 
 
+def test_keys_that_disagree_are_named_without_the_document(tmp_path: Path) -> None:
+    path = write(tmp_path, "k", 0, "batch", value=[2, None])
+    with pytest.raises(UsageError) as caught:
+        read_policy(path)
+    assert "batch" in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
+def test_an_unknown_key_is_told_those_of_its_own_object(tmp_path: Path) -> None:
+    path = write(tmp_path, "draft_lenght", value=3)
+    with pytest.raises(UsageError, match=r"key draft_lenght is unknown") as caught:
+        read_policy(path)
+    assert "torch" not in str(caught.value)
+
+
 def test_generate_takes_k_from_the_policy_and_says_so(make: Make, run: Run, tmp_path: Path) -> None:
     target = make(tiny.llama, seed=1)
     draft = make(tiny.near, of=target)

@@ -371,3 +371,18 @@ async def leave(call: Call, cancelled: bool) -> None:
     assert call.task.done()
     if not call.task.cancelled():
         assert call.task.exception() is None
+
+
+def test_a_text_far_too_long_is_refused_unread(serving: Serving) -> None:
+    question = {"role": "user", "content": "x" * 3_000_000}
+
+    async def scenario(app: Starlette) -> None:
+        for path, asked in (
+            ("/v1/completions", body("x" * 3_000_000)),
+            ("/v1/chat/completions", json.dumps({"messages": [question]}).encode()),
+        ):
+            message = is_error(await Call(app, "POST", path, asked).answer(), 400)
+            assert "3000000 characters" in message
+            assert f"context of {serving.worker.engine.options.max_length} tokens" in message
+
+    play(serving, scenario)

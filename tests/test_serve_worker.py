@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from fixtures import Make
 from serving import PATIENCE, Gate, local, scrape
 
 from specctl.engine.output import Output
-from specctl.errors import RequestError
+from specctl.errors import NumericalError, RequestError
 from specctl.sampling.params import SamplingParams
 from specctl.serve.app import Serving
 from specctl.serve.worker import FAILED, STOPPING, EngineStopped, EngineWorker, QueueFull, Ticket
@@ -255,3 +256,20 @@ def test_nothing_grows_with_the_number_of_tickets(serving: Serving) -> None:
     before = threading.active_count()
     asyncio.run(scenario())
     assert threading.active_count() <= before + 1  # the loop's own helper for waiting may stay
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(serving: Serving) -> None:
+    worker = serving.worker
+    worker.engine.target.model.embed_tokens.weight.data[7] = torch.nan
+
+    async def scenario() -> None:
+        async with working(worker):
+            poisoned, healthy = worker.submit(asks([256, 7], HELLO)), worker.submit(asks(HELLO))
+            with pytest.raises(NumericalError, match="NaN or infinite"):
+                await answers(poisoned)
+            [text] = await answers(healthy)
+            assert len(text) == 20
+            await settled(worker)
+            assert worker.refusal is None
+
+    asyncio.run(scenario())

@@ -80,7 +80,7 @@ def model_options(function: Callable[..., Any]) -> Any:
         _option("--attention", type=click.Choice(ATTENTION), default="auto", help="Attention backend."),
         _option("--max-model-len", type=positive, metavar="N", help="Longest prompt and answer together, in tokens."),
         _option("--kv-memory", type=number(above=0), metavar="GiB", help="Memory for the KV cache."),
-        _option("--threads", type=positive, metavar="N", help="CPU threads."),
+        _option("--threads", type=click.IntRange(1, 1024), metavar="N", help="CPU threads."),
     )
 
 
@@ -114,7 +114,9 @@ def decoding_options(batch: int = 1, many_drafts: bool = False) -> Callable[[Cal
                 metavar="FILE",
                 help="POLICY.yaml that gives k for each batch size and context.",
             ),
-            _option("--batch", type=click.IntRange(min=1), default=batch, metavar="N", help="Sequences run at a time."),
+            _option(
+                "--batch", type=click.IntRange(1, 65536), default=batch, metavar="N", help="Sequences run at a time."
+            ),
             _option(
                 "--accept",
                 type=accept,

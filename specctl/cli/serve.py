@@ -29,7 +29,7 @@ from specctl.prompts import read_prompts
     default=256,
     show_default=True,
     metavar="N",
-    help="Answers that may wait besides the --batch that run.",
+    help="Answers that may wait besides the --batch that run; a request that comes while there is room is taken whole.",
 )
 @click.option("--verify", metavar="FILE", help="Prove the speed-up on these prompts (JSONL) before the port opens.")
 @click.option("--prompt-field", metavar="NAME", help="Read this field of a --verify file of another form.")
@@ -50,7 +50,11 @@ def command(
     decoding_options: DecodingOptions,
     model_options: ModelOptions,
 ) -> None:
-    """Serve over an OpenAI-compatible API. Decoding options are the defaults of what a request leaves open."""
+    """Serve over an OpenAI-compatible API. Decoding options are the defaults of what a request leaves open.
+
+    On SIGTERM or Ctrl-C nobody is taken in any more, and answers under way have 30 seconds to end; a second signal ends
+    the server at once. /health and /metrics ask for no key.
+    """
     for flag, value in (("--min-speedup", min_speedup), ("--fallback", fallback), ("--prompt-field", prompt_field)):
         if verify is None and value is not None:
             raise UsageError(f"{flag} is given without --verify, which it belongs to")

@@ -21,7 +21,7 @@ from specctl.engine.scheduler import DecodeStep, DraftLength, Policy, PrefillSte
 from specctl.engine.sequence import Logprob, Sequence, Status
 from specctl.engine.stats import EngineStats
 from specctl.engine.verify import Verdict, verify
-from specctl.errors import CapacityError, RequestError
+from specctl.errors import CapacityError, NumericalError, RequestError
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE, PageTable
@@ -152,6 +152,11 @@ class Engine:
         return len(self.scheduler.waiting)
 
     @property
+    def carry(self) -> Any:
+        """What the draft carries over, by lane; for those who check it."""
+        return self._carry
+
+    @property
     def cache_usage(self) -> float:
         table = self.scheduler.table
         return 1 - table.num_free / table.num_usable
@@ -160,7 +165,11 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Run one step of the batch; one Output for every choice that got tokens."""
+        """Run one step of the batch; one Output for every choice that got tokens.
+
+        Raises NumericalError when the target's logits are no numbers for some requests: these are ended, and nothing
+        has changed for the others, whose step is taken again.
+        """
         with self.stats.timed("host"):
             step = self.scheduler.schedule()
             self.stats.preemptions = self.scheduler.preemptions
@@ -191,16 +200,19 @@ class Engine:
             batch = self._pack(rows)
             hidden = self._run_target(batch)
         complete = [(i, s) for i, (s, _, stop) in enumerate(rows) if stop == len(s)]
+        sequences = [s for _, s in complete]
+        logits_BV: Tensor | None = None
+        if complete:
+            row_R = batch.last_row_B[[i for i, _ in complete]]
+            with self.stats.timed("prefill"):
+                logits_BV = self.target.logits(hidden.final_TD[row_R])
+            self._check_numbers(sequences, logits_BV[:, None])
         for sequence, _, stop in rows:
             sequence.cached = stop
         outputs = []
-        if complete:
-            row_R = batch.last_row_B[[i for i, _ in complete]]
-            sequences = [s for _, s in complete]
+        if logits_BV is not None:
             for sequence in sequences:
                 sequence.status = Status.DECODING
-            with self.stats.timed("prefill"):
-                logits_BV = self.target.logits(hidden.final_TD[row_R])
             outputs = self._plain_tokens(sequences, logits_BV)
         # A draft that reads hidden states follows every row; another leaves the riders behind, for one chunk later.
         if self._reads_hidden:
@@ -224,6 +236,7 @@ class Engine:
             batch = self._pack_blocks(sequences, draft)
             hidden = self._run_target(batch)
             logits_BMV = self.target.logits(hidden.final_TD).view(len(sequences), num_slots + 1, -1)
+        self._check_numbers(sequences, logits_BMV)
         outputs = self._decide(sequences, draft, logits_BMV, sampling)
         followers = []
         for sequence, k in zip(sequences, step.k, strict=True):
@@ -369,6 +382,20 @@ class Engine:
 
     def _sampling(self, sequences: list[Sequence], min_confidence: float | None = None) -> SamplingBatch:
         return SamplingBatch([s.sampling_state() for s in sequences], self.device, min_confidence)
+
+    def _check_numbers(self, sequences: list[Sequence], logits_BMV: Tensor) -> None:
+        """End requests whose logits are NaN or infinite: nothing can be chosen by them."""
+        finite_B = logits_BMV.amax(-1).isfinite().all(-1)  # the largest is NaN where any is
+        if bool(finite_B.all()):
+            return
+        at_fault = [s for s, finite in zip(sequences, finite_B.tolist(), strict=True) if not finite]
+        for sequence in at_fault:
+            self.abort(sequence.request_id)
+        raise NumericalError(
+            f"the target's logits are NaN or infinite after {len(at_fault[0])} tokens; look for such numbers in its "
+            "weights, or compute in a wider --dtype",
+            frozenset(s.request_id for s in at_fault),
+        )
 
     def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         limit = self.options.max_length

@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,6 +67,14 @@ def read_document(path: Path, model: type[Model]) -> Model:
     Raises UsageError naming the file, the key, what was expected, and the key that was probably meant.
     """
     try:
+        return model.model_validate(read_mapping(path))
+    except ValidationError as error:
+        raise UsageError(f"{path}: {explain(error, model)}") from None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file's keys and values, not checked any further."""
+    try:
         text = path.read_text(encoding="utf-8-sig")
         # JSON numbers like 1e-5 are strings to YAML, so each format gets its own reader.
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -76,10 +84,7 @@ def read_document(path: Path, model: type[Model]) -> Model:
         raise UsageError(f"{path}: cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: expected keys and values, found {type(value).__name__ if value else 'nothing'}")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise UsageError(f"{path}: {explain(error, model)}") from None
+    return value
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -87,21 +92,30 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     fault = error.errors()[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        known = sorted(set(_keys(model)))
+        known = sorted(_keys(_model_at(model, fault["loc"][:-1])))
         meant = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
         return f"key {where} is unknown" + (f"; did you mean {meant[0]}?" if meant else f" (known: {', '.join(known)})")
     if fault["type"] == "missing":
         return f"key {where} is missing"
     message = fault["msg"][:1].lower() + fault["msg"][1:]
+    if not where:  # of several keys together, which the message names
+        return message.removeprefix("value error, ")
     return f"{where} is {_brief(fault['input'])}: {message}"
 
 
-def _keys(model: type[BaseModel]) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield field.alias or name
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from _keys(part)
+def _model_at(model: type[BaseModel], loc: Iterable[int | str]) -> type[BaseModel]:
+    """The model of the object at a place in the file."""
+    for key in loc:
+        for name, field in model.model_fields.items():
+            if key == (field.alias or name):
+                parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
+                models = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+                model = models[0] if models else model
+    return model
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _brief(value: Any) -> str:

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from specctl import __version__
-from specctl.errors import CapacityError, RequestError
+from specctl.errors import CapacityError, NumericalError, RequestError
 from specctl.serve import answers, openai
 from specctl.serve.fields import read_body
 from specctl.serve.job import Job, encode
@@ -150,7 +150,7 @@ class _Routes:
 
         def read() -> tuple[openai.Request, list[list[int]]]:
             request = parse(read_body(raw), serving.model, serving.defaults)
-            return request, encode(request, serving.tokenizer)
+            return request, encode(request, serving.tokenizer, serving.worker.engine.options.max_length)
 
         # In another thread: a long prompt takes long to encode, and all streams wait for the loop.
         request, prompts = await asyncio.to_thread(read)
@@ -176,6 +176,8 @@ class _Routes:
             return error.status, answers.failure(error.status, str(error), code=error.code), error.headers
         if isinstance(error, QueueFull | EngineStopped):
             return 503, answers.failure(503, str(error)), None
+        if isinstance(error, NumericalError):
+            return 500, answers.failure(500, str(error)), None
         self._serving.report(error)
         return 500, answers.failure(500, "internal error"), None
 

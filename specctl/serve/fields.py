@@ -1,6 +1,7 @@
 """Fields: the parameters of one request body, taken out one by one with their types checked, until none is left.
 
-null counts as absent. A parameter that nobody took is unknown and refused by name: nothing that was sent is ignored.
+A known parameter that is null counts as absent. One that nobody took is unknown and refused by name: nothing that was
+sent is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Fields:
     """
 
     def __init__(self, body: Mapping[str, Any], inside: str | None = None) -> None:
-        self._left = {name: value for name, value in body.items() if value is not None}
+        self._left = dict(body)
         self._taken: set[str] = set()
         self._inside = inside
 
@@ -56,7 +57,8 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            bounds = f"of at least {least}" if most == sys.maxsize else f"from {least} to {most}"
+            too_large = isinstance(value, int) and value > most
+            bounds = f"from {least} to {most}" if too_large or most < sys.maxsize else f"of at least {least}"
             self.refuse(name, value, f"expected an integer {bounds}")
         return value
 

@@ -10,9 +10,14 @@ from typing import Any
 
 from specctl.engine.output import Output
 from specctl.engine.stats import SpeculationCounters
+from specctl.errors import RequestError
 from specctl.serve import answers, openai
 from specctl.serve.worker import EngineWorker, Ticket
+from specctl.text.messages import Message
 from specctl.text.tokenizer import Tokenizer
+
+# A tokenizer may write several characters as one before it looks for tokens (accents, repeated spaces).
+_SHRINKS = 4
 
 
 class Job:
@@ -106,9 +111,20 @@ class Job:
         ]
 
 
-def encode(request: openai.Request, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each prompt. Raises RequestError naming the parameter."""
+def encode(request: openai.Request, tokenizer: Tokenizer, limit: int) -> list[list[int]]:
+    """Token ids of each prompt. Raises RequestError naming the parameter. limit: tokens of the context."""
+    for prompt in request.prompts:
+        _check_length(prompt, tokenizer, limit)
     return [_encode(prompt, request.chat, tokenizer) for prompt in request.prompts]
+
+
+def _check_length(prompt: openai.Prompt, tokenizer: Tokenizer, limit: int) -> None:
+    """Refuse what is too long by far without reading it: encoding takes time that others want."""
+    texts = [prompt] if isinstance(prompt, str) else [part.content for part in prompt if isinstance(part, Message)]
+    length = sum(map(len, texts))
+    if length > limit and length > _SHRINKS * tokenizer.longest_token * limit:
+        name = "prompt" if isinstance(prompt, str) else "messages"
+        raise RequestError(f"{name} has {length} characters, far more than the context of {limit} tokens holds", name)
 
 
 def _encode(prompt: openai.Prompt, chat: bool, tokenizer: Tokenizer) -> list[int]:

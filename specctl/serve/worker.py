@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from specctl.engine.engine import Engine
 from specctl.engine.output import Output
-from specctl.errors import SpecctlError
+from specctl.errors import NumericalError, SpecctlError
 from specctl.sampling.params import SamplingParams
 from specctl.serve.metrics import Metrics
 
@@ -156,7 +156,10 @@ class EngineWorker:
                 for command, ticket in commands:
                     command(ticket)
                 if self.engine.has_work:
-                    self._deliver(self.engine.step())
+                    try:
+                        self._deliver(self.engine.step())
+                    except NumericalError as error:
+                        self._give_up(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, clients must not wait for ever
             reason = FAILED
             self._on_failure(error)
@@ -201,6 +204,12 @@ class EngineWorker:
                 self.engine.abort(request_id)
         with self._wake:
             return self._open.pop(ticket, 0)
+
+    def _give_up(self, error: NumericalError) -> None:
+        """The engine has ended these requests; whoever waits for them, or for others of the same ticket, is told."""
+        for ticket in {self._requests[i][0] for i in error.request_ids if i in self._requests}:
+            self.metrics.aborted(self._drop(ticket))
+            self._post([(ticket, error)])
 
     def _deliver(self, outputs: list[Output]) -> None:
         now = time.perf_counter()

@@ -7,6 +7,8 @@ one thread may ask to encode while another decodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,20 @@ from specctl.text.messages import read_messages
 from specctl.text.pieces import Pieces
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
 # Whichever of these is there is what transformers reads a tokenizer from.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and the characters of the text that each stands for: from starts[i] up to ends[i]."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
 
 
 class Tokenizer:
@@ -75,13 +87,29 @@ class Tokenizer:
         Only a BOS doubled at the very start is taken back to one. Raises RequestError (param "messages") for a
         malformed conversation, when there is no template, and with the template's own sentence when it refuses.
         """
-        text = self._render([message.as_dict() for message in read_messages(messages)], add_generation_prompt)
-        ids = self._encode(text, "messages", add_special_tokens=False)
-        while len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
-            del ids[0]
+        text = self.render([message.as_dict() for message in read_messages(messages)], add_generation_prompt)
+        ids = self.encode_rendered(text).ids
         if not ids:
             raise RequestError("messages gives an empty prompt by the chat template; expected some text", "messages")
         return ids
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """What a template wrote: no special tokens are added to its own, and a BOS doubled at the start is one."""
+        encoding = self._encoding(text, "messages", add_special_tokens=False)
+        ids, offsets = list(encoding.ids), list(encoding.offsets)
+        while len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            del ids[0], offsets[0]
+        return Encoded(ids, [start for start, _ in offsets], [end for _, end in offsets])
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters, as the vocabulary spells it."""
+        return max(map(len, self.vocab()), default=1)
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of tokens that were added to the vocabulary as whole words: what templates mark turns with."""
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Spaces are left as the tokens have them (clean_up_tokenization_spaces is not followed)."""
@@ -96,13 +124,19 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._encoding(text, param, add_special_tokens=add_special_tokens).ids)
+
+    def _encoding(self, text: str, param: str, *, add_special_tokens: bool) -> Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"{param} has half a surrogate pair, which is no character", param) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, because other threads may run meanwhile: a long text takes seconds.
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The text of messages by the chat template; they are not checked, see `read_messages`. Raises RequestError as
+        `chat` does."""
         template = self._transformers.chat_template
         if isinstance(template, Mapping):  # several, by name
             template = template.get("default")
@@ -114,7 +148,7 @@ class Tokenizer:
             )
         try:
             text: str = self._transformers.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # an expression of the template can raise anything
             raise RequestError(f"messages is refused by the chat template: {_first_line(error)}", "messages") from error
