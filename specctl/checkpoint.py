@@ -24,7 +24,7 @@ from specctl.shards import DTYPES, Shard, TensorInfo
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LEGACY = "pytorch_model.bin"
-MAX_JSON = 100_000_000
+MAX_JSON = 40_000_000  # an index of 350,000 tensors; the largest models have half of that
 
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -36,7 +36,10 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: expected a file with a JSON object in it")
         if path.stat().st_size > MAX_JSON:
             raise CheckpointError(f"{path}: has more than {MAX_JSON} bytes, too many for what it should be")
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # JSON can name half a character, which no file can hold when it is written again
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except OSError as error:
@@ -105,7 +108,9 @@ class _Source(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
-class _Safetensors:
+class SafetensorsFile:
+    """One shard: its header, and its tensors when they are asked for."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors = Shard.read(path).tensors
@@ -159,7 +164,7 @@ def _find_sources(path: Path, files: Collection[str] | None) -> list[_Source]:
     if index.exists():
         return _indexed(path, weight_map(index), files)
     if single.exists():
-        return [_Safetensors(single)]
+        return [SafetensorsFile(single)]
     if numbered := sorted(file.name for file in path.iterdir() if _NUMBERED.fullmatch(file.name)):
         return _numbered(path, numbered)
     if (path / LEGACY).exists():
@@ -194,7 +199,7 @@ def _indexed(path: Path, file_of: dict[str, str], files: Collection[str] | None)
     for file, names in sorted(promised.items()):
         if not (path / file).is_file():
             raise CheckpointError(f"{path / INDEX}: names {file}, which is not there; fetch the checkpoint again")
-        source = _Safetensors(path / file)
+        source = SafetensorsFile(path / file)
         if missing := sorted(names - source.tensors.keys()):
             raise CheckpointError(f"{path / INDEX}: tensor {missing[0]} should be in {file}, which does not have it")
         if surplus := sorted(source.tensors.keys() - names):
@@ -218,7 +223,7 @@ def _numbered(path: Path, files: list[str]) -> list[_Source]:
     sources: list[_Source] = []
     file_of: dict[str, str] = {}
     for file in files:
-        source = _Safetensors(path / file)
+        source = SafetensorsFile(path / file)
         for name in source.tensors:
             if name in file_of:
                 raise CheckpointError(f"{path}: tensor {name} is both in {file_of[name]} and in {file}")

@@ -1,7 +1,7 @@
 """Writing safetensors of any size with little memory: headers first, then every tensor piece by piece, in parallel.
 
-It knows where bytes go, not what they mean. Files are complete and on the disk when `write_shards` returns; to have all
-of them or none, fill a directory of specctl.output.new_directory.
+It knows where bytes go, not what they mean. Files are complete and on the disk when a function returns; to have all of
+them or none, fill a directory of specctl.output.new_directory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,30 +45,56 @@ def write_shards(
     workers: int = 2,
     progress: Callable[[int], object] = lambda num_bytes: None,
 ) -> dict[str, str]:
-    """Write `entries` to files `STEM-00001-of-0000N.safetensors` of at most max_bytes each (more for a larger tensor)
-    and their index. Returns the index's weight_map. `progress` is told the bytes written, from any thread.
-
-    Tensors are ordered by falling item size and by name, so that each is aligned.
-    """
-    parts = _divide(sorted(entries, key=lambda e: (-e.info.dtype.itemsize, e.name)), max_bytes)
-    weight_map: dict[str, str] = {}
-    with ExitStack() as stack:
-        files: list[int] = []
-        jobs: list[tuple[int, int, Entry]] = []
-        for number, part in enumerate(parts, 1):
-            file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-            descriptor = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            stack.callback(os.close, descriptor)
-            files.append(descriptor)
-            jobs += [(descriptor, offset, entry) for offset, entry in _write_header(descriptor, part)]
-            weight_map |= {entry.name: file for entry in part}
-        _fill(jobs, workers, progress)
-        for descriptor in files:
-            os.fsync(descriptor)
+    """Write `entries` to the files that `divide` gives and their index. Returns the index's weight_map. `progress` is
+    told the bytes written, from any thread."""
+    files = divide(entries, stem, max_bytes)
+    write_files(directory, files, workers=workers, progress=progress)
     total = sum(entry.info.num_bytes for entry in entries)
+    weight_map = {entry.name: file for file, part in files.items() for entry in part}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_synced(directory / INDEX, json.dumps(index, indent=2) + "\n")
     return weight_map
+
+
+def divide(entries: Iterable[Entry], stem: str, max_bytes: int = MAX_SHARD) -> dict[str, list[Entry]]:
+    """Which entry goes to which file: `STEM-00001-of-0000N.safetensors` and so on, of at most max_bytes each (more for
+    a larger tensor)."""
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in sorted(entries, key=_order):
+        if parts[-1] and size + entry.info.num_bytes > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.info.num_bytes
+    return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def write_files(
+    directory: Path,
+    files: Mapping[str, Iterable[Entry]],
+    *,
+    workers: int = 2,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+) -> None:
+    """Write each file with its entries. Tensors are ordered by falling item size and by name, so that each is
+    aligned."""
+    with ExitStack() as stack:
+        descriptors: list[int] = []
+        jobs: list[tuple[int, int, Entry]] = []
+        for file, part in files.items():
+            descriptor = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            stack.callback(os.close, descriptor)
+            descriptors.append(descriptor)
+            for offset, entry in _write_header(descriptor, sorted(part, key=_order)):
+                jobs.append((descriptor, offset, entry))
+        _fill(jobs, workers, progress)
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+
+
+def _order(entry: Entry) -> tuple[int, str]:
+    return -entry.info.dtype.itemsize, entry.name
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -77,18 +103,6 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _divide(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
-    parts: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if parts[-1] and size + entry.info.num_bytes > max_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(entry)
-        size += entry.info.num_bytes
-    return parts
 
 
 def _write_header(descriptor: int, entries: Sequence[Entry]) -> Iterator[tuple[int, Entry]]:

@@ -6,10 +6,12 @@ lie inside the file, whole and alone.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +20,18 @@ import torch
 
 from specctl.errors import CheckpointError
 
-MAX_HEADER = 100_000_000
+# Of one file: 50,000 tensors fit, and no file has more than some ten thousand. What JSON makes of a header is up to 25
+# times as large, so this is what bounds memory and time for a hostile one.
+MAX_HEADER = 6_000_000
 MAX_NAME = 400
 MAX_DIMENSIONS = 16
 _LENGTH_BYTES = 8
 _TOO_MANY = 2**63
 _KEYS = {"dtype", "shape", "data_offsets"}
+# Of each mark, as many as one tensor's entry can have. Files may carry other things in __metadata__, in which _SPARE of
+# each mark have room.
+_MARKS = {b"{": 1, b"[": 2, b'"': 10, b",": MAX_DIMENSIONS + 3}
+_SPARE = 20_000
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -71,17 +79,30 @@ class Shard:
     @classmethod
     def read(cls, path: Path) -> Shard:
         """Read a file's header. Raises CheckpointError naming the file, and the tensor where there is one at fault."""
-        header, data_bytes = _read_header(path)
-        header.pop("__metadata__", None)
-        tensors: dict[str, TensorInfo] = {}
-        spans: list[tuple[int, int, str]] = []
-        for name, entry in header.items():
-            if len(name) > MAX_NAME or not name.isprintable():
-                raise CheckpointError(f"{path}: {name[:MAX_NAME]!r} is no name for a tensor: the file is damaged")
-            tensors[name], begin, end = _read_entry(entry, f"{path}: tensor {name}")
-            spans.append((begin, end, name))
-        _check_layout(spans, data_bytes, path)
-        return cls(path, tensors)
+        with _no_collection():
+            header, data_bytes = _read_header(path)
+            header.pop("__metadata__", None)
+            tensors: dict[str, TensorInfo] = {}
+            spans: list[tuple[int, int, str]] = []
+            for name, entry in header.items():
+                if len(name) > MAX_NAME or not name.isprintable():
+                    raise CheckpointError(f"{path}: {name[:MAX_NAME]!r} is no name for a tensor: the file is damaged")
+                tensors[name], begin, end = _read_entry(entry, f"{path}: tensor {name}")
+                spans.append((begin, end, name))
+            _check_layout(spans, data_bytes, path)
+            return cls(path, tensors)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for garbage again and again while many objects are made, and here there is none to find."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -104,9 +125,12 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             text = file.read(header_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    entries = text.count(b'"data_offsets"')
+    if any(text.count(mark) > entries * most + _SPARE for mark, most in _MARKS.items()):
+        raise CheckpointError(f"{path}: the safetensors header is JSON with far more in it than {entries} tensors")
     try:
         header = json.loads(text.decode("utf-8"))
-        if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header) - ("__metadata__" in header):
+        if isinstance(header, dict) and entries != len(header) - ("__metadata__" in header):
             header = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header cannot be read as JSON: {_first_line(error)}") from None

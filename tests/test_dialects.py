@@ -12,7 +12,7 @@ from tiny_deepseek import E4M3, TINY
 
 from specctl.dialects import MTP, Reading, faults
 from specctl.heads.mtp import MtpConfig
-from specctl.heads.quantisation import Fp8Config
+from specctl.heads.quantisation import Scheme
 from specctl.shards import TensorInfo
 
 Tensors = dict[str, TensorInfo]
@@ -39,7 +39,7 @@ def layout(name: str, *, fp8: bool = True, count: int = 1) -> tuple[Tensors, dic
 def said(name: str, tensors: Tensors, config: dict[str, Any], target: dict[str, Any] | None = None) -> list[str]:
     """What is wrong, as the reader would see it."""
     by = config if target is None else target
-    reading = Reading(tensors, MtpConfig.read(config, "c"), Fp8Config.read(by, "c"), config["num_nextn_predict_layers"])
+    reading = Reading(tensors, MtpConfig.read(config, "c"), Scheme.read(by, "c"), config["num_nextn_predict_layers"])
     return faults(MTP[name], reading, by)
 
 
@@ -153,6 +153,74 @@ def test_vllm_builds_by_the_target() -> None:
     assert any("is dropped" in fault for fault in said("vllm", tensors, config, target=deeper))
     lost = {key: value for key, value in TINY.items() if key != "num_nextn_predict_layers"}
     assert any("num_nextn_predict_layers" in fault for fault in said("vllm", tensors, config, target=lost))
+
+
+MODULES = [
+    name.removesuffix(".weight")
+    for name, shape in tiny_deepseek.shapes(TINY).items()
+    if name.startswith("model.layers.2.") and len(shape) == 2
+]
+
+
+def plain_beside(name: str, values: dict[str, Any], number: int = 2) -> bool:
+    """Whether a reader takes a plain layer of that number whole under a target's quantisation."""
+    tensors, config = layout(name, fp8=False)
+    if name != "sglang":
+        tensors = {n.replace("layers.2.", f"layers.{number}."): info for n, info in tensors.items()}
+        config["num_hidden_layers"] = number
+    found = said(name, tensors, config, target=config | {"quantization_config": values})
+    assert all("misread" in fault or "left unfilled" in fault or "only a part" in fault for fault in found)
+    return not found
+
+
+@pytest.mark.parametrize(
+    ("entries", "vllm", "sglang"),
+    [
+        ([], False, False),
+        (MODULES, True, False),
+        (["model.layers.2"], False, False),
+        (["model.decoder"], False, True),
+        ([*MODULES, "model.decoder"], True, True),
+        ([m for m in MODULES if "experts.0" in m or ".experts" not in m], True, False),
+        ([m for m in MODULES if "kv_a_proj" not in m], False, False),
+        ([m for m in MODULES if ".experts" not in m], False, False),
+    ],
+)
+@pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
+def test_names_that_fp8_leaves_out(entries: list[str], vllm: bool, sglang: bool, key: str) -> None:
+    """vLLM wants every name whole, and of experts any; SGLang what its own name for the layer begins with."""
+    values = tiny_deepseek.FP8 | {key: entries}
+    assert (plain_beside("vllm", values), plain_beside("sglang", values)) == (vllm, sglang)
+
+
+@pytest.mark.parametrize(("number", "taken"), [(61, True), (2, False)])
+def test_the_one_number_that_sglang_renames(number: int, taken: bool) -> None:
+    values = tiny_deepseek.FP8 | {"ignored_layers": [f"model.layers.{number}"]}
+    assert plain_beside("sglang", values, number) == taken
+    assert not plain_beside("vllm", values, number)
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "entries", "vllm", "sglang"),
+    [
+        ("compressed-tensors", "ignore", MODULES, True, False),
+        ("compressed-tensors", "ignore", [r"re:model\.layers\.2\..*"], True, False),
+        ("compressed-tensors", "ignore", [r"re:model\.decoder\..*"], False, True),
+        ("compressed-tensors", "ignore", ["re:.*gate_proj"], False, False),
+        ("compressed-tensors", "ignore", ["model.layers.2"], False, False),
+        ("gptq", "dynamic", {r"-:model\.layers\.2\..*": {}}, True, False),
+        ("gptq", "dynamic", {r"-:model\.decoder\..*": {}}, False, True),
+        ("gptq", "dynamic", {r"+:model\.layers\.2\..*": {}}, False, False),
+        ("gptq", "dynamic", {key: {} for key in ["-:" + m for m in MODULES]}, False, False),
+        ("awq", "modules_to_not_convert", ["model.layers.2."], True, False),
+        ("awq", "modules_to_not_convert", ["model.decoder"], False, True),
+        ("awq", "modules_to_not_convert", ["mlp"], False, False),
+    ],
+)
+def test_what_other_schemes_leave_out(method: str, key: str, entries: Any, vllm: bool, sglang: bool) -> None:
+    """By names, by patterns of the joint modules' names, by parts of names."""
+    values = {"quant_method": method, key: entries}
+    assert (plain_beside("vllm", values), plain_beside("sglang", values)) == (vllm, sglang)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,11 +5,7 @@ What is not whole is refused before a byte is written, and what a reader would n
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +13,23 @@ from typing import Any
 from specctl.checkpoint import Checkpoint
 from specctl.convert_mtp.facts import config_sha, draft_facts, recorded_target
 from specctl.convert_mtp.files import check_disk, find_files
-from specctl.convert_mtp.inventory import Inventory, require_whole, take_inventory
+from specctl.convert_mtp.fit import check_target
+from specctl.convert_mtp.inventory import Inventory, require_whole, stored_fp8, take_inventory
+from specctl.convert_mtp.places import locked, sweep
 from specctl.convert_mtp.shared import Copy, Original, Wish, check_originals, compare, decide, find_originals
 from specctl.convert_mtp.source import FACTS, Source, find_source
 from specctl.convert_mtp.tensors import DtypeWish, Output, Recipe, check_uniform
 from specctl.dialects import MTP, Dialect, Reading, faults
-from specctl.errors import CheckpointError, IncompatiblePair
+from specctl.errors import CheckpointError
 from specctl.fp8 import E4M3
 from specctl.heads.mtp import SHARED, MtpConfig
-from specctl.heads.quantisation import KEY, Fp8Config
+from specctl.heads.quantisation import KEY, OTHER_KEYS, Fp8Config, Scheme
 from specctl.output import new_directory, to_json
 from specctl.shard_writer import Entry, write_shards, write_synced
 from specctl.shards import TensorInfo
 
 STEM = "model-mtp"
 WORKERS = 2
-# What must be the same in a layer and in the target it is to draft for.
-SIZES = ("hidden_size", "vocab_size")
 # What transformers 5 leaves out when it saves, and readers want: a DeepSeek-V3 layer has these values only.
 LOST = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -85,7 +81,7 @@ def prepare(wishes: Wishes) -> Job:
     for inventory in inventories:
         check_uniform(inventory.parts, wishes.dtype, wishes.source)
     num_layers = _num_layers(source, dialect, target)
-    recipe = _dtypes(wishes, source, checkpoint, target)
+    recipe = _dtypes(wishes, source, target)
     originals = find_originals(checkpoint, source.shared, target or _recorded_target(source))
     check_originals(originals, {name: e.shape for name, e in source.mtp.tensors().items() if name in SHARED})
     copies = [
@@ -93,7 +89,7 @@ def prepare(wishes: Wishes) -> Job:
         for inventory in inventories
         for copy in decide(inventory, compare(checkpoint, inventory, originals), wishes.shared, originals)
     ]
-    entries = tuple(_entries(inventories, copies, recipe, checkpoint, originals, dialect.first_layer(num_layers)))
+    entries = tuple(layer_entries(inventories, copies, recipe, checkpoint, originals, dialect.first_layer(num_layers)))
     config, changes = _config(source, dialect, recipe, num_layers, entries)
     notices = (*changes, *_notices(source, copies, wishes, inventories))
     return Job(wishes, source, dialect, checkpoint, target, config, num_layers, entries, tuple(copies), notices)
@@ -103,8 +99,8 @@ def write(job: Job, output: Path, *, force: bool, progress: Callable[[int], obje
     """Write the directory, or nothing. Raises CheckpointError when the reader would not take it as it is."""
     _fits_reader(job, {entry.name: entry.info for entry in job.entries})
     check_disk(output.parent, job.num_bytes, "the tensors to write")
-    _sweep(output)
-    with new_directory(output, force=force) as directory, _locked(directory):
+    sweep(output)
+    with new_directory(output, force=force) as directory, locked(directory):
         write_shards(directory, job.entries, stem=STEM, workers=WORKERS, progress=progress)
         write_synced(directory / "config.json", to_json(job.config) + "\n")
         facts = draft_facts(job.wishes.source, job.source, job.checkpoint, job.target, _recipe_facts(job))
@@ -127,8 +123,8 @@ def _fits_reader(job: Job, tensors: dict[str, TensorInfo]) -> None:
     if job.dialect.target_decides and job.target is not None:
         config = job.target.config
     where = "config.json"
-    fp8 = Fp8Config.read(config, where)
-    reading = Reading(tensors, MtpConfig.read(job.config, where), fp8, job.source.mtp.count)
+    scheme = Scheme.read(config, where)
+    reading = Reading(tensors, MtpConfig.read(job.config, where), scheme, job.source.mtp.count)
     found = faults(job.dialect, reading, config)
     if not job.dialect.own_copies:
         found += [
@@ -164,19 +160,6 @@ def _recorded_target(source: Source) -> Checkpoint | None:
     return _open_target(recorded.name) if config_sha(path) == recorded.config_sha else None
 
 
-def check_target(source: Source, target: Mapping[str, Any], where: str) -> None:
-    """Raises IncompatiblePair when the target's config has other sizes than the layer's."""
-    for key in SIZES:
-        ours, theirs = source.config.get(key), target.get(key)
-        if ours != theirs:
-            raise IncompatiblePair(f"{where}: {key} is {theirs}, the MTP layer of {source.where} has {ours}")
-    if source.num_layers is not None and target.get("num_hidden_layers") != source.num_layers:
-        raise IncompatiblePair(
-            f"{where}: has {target.get('num_hidden_layers')} layers, the MTP layer of {source.where} is "
-            f"from a target of {source.num_layers}"
-        )
-
-
 def _num_layers(source: Source, dialect: Dialect, target: Checkpoint | None) -> int:
     """The target's number of layers, by which the MTP layer is numbered."""
     if source.num_layers is not None:
@@ -190,8 +173,8 @@ def _num_layers(source: Source, dialect: Dialect, target: Checkpoint | None) -> 
     )
 
 
-def _dtypes(wishes: Wishes, source: Source, checkpoint: Checkpoint, target: Checkpoint | None) -> Recipe:
-    stored = Fp8Config.read(source.config, str(checkpoint.path / "config.json"))
+def _dtypes(wishes: Wishes, source: Source, target: Checkpoint | None) -> Recipe:
+    stored = stored_fp8(source)
     wanted = stored
     if wishes.dtype == "fp8" and stored is None:
         if target is not None:
@@ -200,7 +183,7 @@ def _dtypes(wishes: Wishes, source: Source, checkpoint: Checkpoint, target: Chec
     return Recipe(wishes.dtype, stored, wanted)
 
 
-def _entries(
+def layer_entries(
     inventories: list[Inventory],
     copies: list[Copy],
     recipe: Recipe,
@@ -208,6 +191,7 @@ def _entries(
     originals: dict[str, Original],
     first: int,
 ) -> Iterator[Entry]:
+    """What is written of every layer, the first of them under this number."""
     kept = {(copy.layer, copy.name) for copy in copies if copy.kept}
     for index, inventory in enumerate(inventories):
         prefix = f"model.layers.{first + index}."
@@ -234,6 +218,8 @@ def _config(
     config["architectures"] = _target_architectures(source.config)
     lost = {key: value for key, value in LOST.items() if config.get(key) is None}
     config |= lost
+    for key in OTHER_KEYS:
+        config.pop(key, None)
     if any(entry.info.dtype == E4M3 for entry in entries):
         assert recipe.target is not None
         config[KEY] = dict(recipe.target.values)
@@ -289,29 +275,3 @@ def _recipe_facts(job: Job) -> dict[str, Any]:
             for copy in job.copies
         ],
     }
-
-
-def _sweep(output: Path) -> None:
-    """Remove what killed runs for the same output have left: places that nobody holds locked."""
-    for place in output.expanduser().resolve().parent.glob(f".{output.name}.*.partial"):
-        try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(place, ignore_errors=True)
-        except OSError:
-            continue
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)

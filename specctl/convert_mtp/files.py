@@ -12,6 +12,9 @@ from specctl.checkpoint import INDEX, SINGLE, Checkpoint, weight_map
 from specctl.errors import CapacityError, CheckpointError
 from specctl.hub import hub_errors, hub_id
 
+# Inside a directory that is changed in place: what is to replace its files, and the journal once that is complete.
+STAGING, JOURNAL = ".specctl-mtp", "journal.json"
+
 
 @dataclass(frozen=True)
 class Files:
@@ -62,6 +65,27 @@ class Files:
                 hf_hub_download(repo, file, revision=commit)
 
 
+@dataclass(frozen=True)
+class PartOfIndex:
+    """A directory in which some of the files are that its index names."""
+
+    index: dict[str, str]
+    present: list[str]
+    absent: list[str]
+
+
+def part_of_index(path: Path) -> PartOfIndex | None:
+    """None when all of the files are there, or none of them, or there is no index."""
+    if not (path / INDEX).exists():
+        return None
+    index = weight_map(path / INDEX)
+    files = sorted(set(index.values()))
+    present = [name for name in files if (path / name).is_file()]
+    if not present or len(present) == len(files):
+        return None
+    return PartOfIndex(index, present, [name for name in files if name not in set(present)])
+
+
 def find_files(model: str) -> Files:
     """The files of a directory or hub id. Of the hub, only config and index are fetched here.
 
@@ -72,7 +96,17 @@ def find_files(model: str) -> Files:
         return _of_hub(model)
     if not path.is_dir():
         raise CheckpointError(f"{model}: is a file; expected a model directory or a hub id like org/name")
+    refuse_unfinished(path)
     return Files(model, path, weight_map(path / INDEX) if (path / INDEX).exists() else None)
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Raises CheckpointError for a directory in which files are just being replaced."""
+    if (path / STAGING / JOURNAL).exists():
+        raise CheckpointError(
+            f"{path}: a run of convert-mtp --in-place was killed while it replaced files here; run it again, which "
+            "finishes that first"
+        )
 
 
 def check_disk(place: Path, num_bytes: int, what: str) -> None:

@@ -18,7 +18,7 @@ from specctl.convert_mtp.source import Source, locate_layers, marked_layers, ten
 from specctl.dialects.sglang import is_export
 from specctl.errors import CheckpointError
 from specctl.heads.mtp import EMBEDDING, HEAD, SHARED, claimed_layers
-from specctl.heads.quantisation import Fp8Config
+from specctl.heads.quantisation import Scheme
 from specctl.keys import Keys
 
 SHOWN = 3
@@ -63,9 +63,10 @@ class MtpFacts:
         return bool(self.layers) and all(finding.severity != "error" for finding in self.findings)
 
 
-def inspect_mtp(checkpoint: Checkpoint) -> MtpFacts | None:
-    """None for a checkpoint of a family that has no MTP weights."""
-    names, config = checkpoint.names(), checkpoint.config
+def inspect_mtp(checkpoint: Checkpoint, index: dict[str, str] | None = None) -> MtpFacts | None:
+    """None for a checkpoint of a family that has no MTP weights. index: of a checkpoint whose files are not all here;
+    what is in the others is then known by name."""
+    names, config = checkpoint.names() if index is None else sorted(index), checkpoint.config
     family = by_tensors(names) or (by_label(config) if any("mtp" in name or MARK in name for name in names) else None)
     if family is not None:
         remedy = "convert-mtp takes DeepSeek-V3, R1 and V3.1 only"
@@ -78,8 +79,12 @@ def inspect_mtp(checkpoint: Checkpoint) -> MtpFacts | None:
     layers: tuple[LayerFacts, ...] = ()
     if claimed and not findings:
         try:
-            source = locate_layers(Files(str(checkpoint.path), checkpoint.path, None), config, names)
-            layers = _inspect_layers(source, checkpoint, findings)
+            source = locate_layers(Files(str(checkpoint.path), checkpoint.path, index), config, names)
+            if not (absent := [name for name in source.needed or () if not source.files.is_here(name)]):
+                layers = _inspect_layers(source, checkpoint, findings)
+            for name in absent:
+                what = f"a part of MTP layer {source.layers[0].number} is in {name}, which is not here"
+                findings.append(Finding("error", what, "fetch that file"))
         except CheckpointError as error:
             remedy = "use the original checkpoint, or put its own config.json beside its weights"
             findings.append(Finding("error", str(error), remedy))
@@ -107,7 +112,10 @@ def _layers(checkpoint: Checkpoint, names: list[str], findings: list[Finding]) -
         return 0, []
     if claimed and not found:
         what = f"config.json claims {claimed} MTP layer{'s' if claimed > 1 else ''}, and no tensor of any is there"
-        remedy = "saving has lost it: use the original checkpoint, or set num_nextn_predict_layers to 0"
+        remedy = (
+            "saving has lost it: put it back (convert-mtp ORIGINAL --attach-to), or set num_nextn_predict_layers to 0 "
+            "(convert-mtp --strip)"
+        )
         findings.append(Finding("error", what, remedy))
     if found and not claimed:
         what = f"layer {found[0]} is an MTP layer, but num_nextn_predict_layers is 0 or absent"
@@ -149,11 +157,13 @@ def _layer_findings(inventory: Inventory, copies: dict[str, str]) -> list[Findin
 
 def _quantisation(checkpoint: Checkpoint) -> str | None:
     try:
-        fp8 = Fp8Config.read(checkpoint.config, str(checkpoint.path / "config.json"))
+        scheme = Scheme.read(checkpoint.config, str(checkpoint.path / "config.json"))
     except CheckpointError as error:
         return f"not supported: {error}"
-    if fp8 is None:
+    if scheme is None:
         return None
+    if (fp8 := scheme.fp8) is None:
+        return f"{scheme.method}, {len(scheme.ignored)} entries for modules left out"
     return f"fp8 in blocks of {fp8.block.rows} x {fp8.block.columns}" + (", scales ue8m0" if fp8.powers_of_two else "")
 
 

@@ -16,7 +16,7 @@ from specctl.convert_mtp.source import Layer, Source
 from specctl.errors import CheckpointError
 from specctl.fp8 import E4M3
 from specctl.heads.mtp import SCALE, Expected, MtpConfig, scale_of
-from specctl.heads.quantisation import Fp8Config
+from specctl.heads.quantisation import KEY, Fp8Config
 from specctl.shards import TensorInfo
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,8 +49,25 @@ class Inventory:
 
 def take_inventory(source: Source, checkpoint: Checkpoint) -> list[Inventory]:
     """Of every layer. Raises CheckpointError for a config that cannot be read; faults of tensors are in the result."""
-    fp8 = Fp8Config.read(source.config, str(checkpoint.path / "config.json"))
+    fp8 = stored_fp8(source)
     return [_inventory(layer, source.mtp, checkpoint, fp8) for layer in source.layers]
+
+
+def stored_fp8(source: Source) -> Fp8Config | None:
+    """How the layers' FP8 matrices are stored. What a config says about other modules, in whatever scheme, does not
+    matter where the MTP layers have no scales: they were left out of it."""
+    has_scales = any(name.endswith(SCALE) for layer in source.layers for name in layer.names)
+    values = source.config.get(KEY)
+    in_blocks = isinstance(values, Mapping) and values.get("quant_method") == "fp8" and values.get("weight_block_size")
+    if not has_scales and not in_blocks:
+        return None
+    return Fp8Config.read(source.config, str(source.files.path / "config.json"))
+
+
+def has_fp8(source: Source) -> bool:
+    """Whether the layers' matrices are FP8, by names alone."""
+    matrices = [name for name, expected in source.mtp.tensors().items() if expected.role == "matrix"]
+    return any(scale_of(name) in layer.names for layer in source.layers for name in matrices)
 
 
 def require_whole(inventories: list[Inventory], where: str) -> None:

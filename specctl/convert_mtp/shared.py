@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +18,33 @@ from specctl.checkpoint import Checkpoint
 from specctl.convert_mtp.inventory import Inventory
 from specctl.errors import CheckpointError, UsageError
 from specctl.heads.mtp import SHARED
+from specctl.shards import TensorInfo
 
 Wish = Literal["auto", "copy", "omit"]
 State = Literal["absent", "equal", "equal in samples", "differs", "unknown"]
 SAMPLES, SAMPLE = 1024, 4096  # how many pieces of how many bytes a quick look takes
 
 
+class Tensors(Protocol):
+    """A checkpoint, or a target that is being changed: what gives tensors by name."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Original:
     """A tensor of the target."""
 
-    checkpoint: Checkpoint
+    checkpoint: Tensors
     name: str
 
     def tensor(self) -> Tensor:
@@ -44,9 +61,7 @@ class Copy:
     kept: bool
 
 
-def find_originals(
-    checkpoint: Checkpoint, names: dict[str, str], target: Checkpoint | None = None
-) -> dict[str, Original]:
+def find_originals(checkpoint: Checkpoint, names: dict[str, str], target: Tensors | None = None) -> dict[str, Original]:
     """The target's embedding and head by the names of their copies: from `target` when given, else from the source.
 
     names: what they are called in the source. A target that ties them has no head of its own.

@@ -17,6 +17,7 @@ from torch import Tensor
 from specctl import fp8
 from specctl.checkpoint import Checkpoint
 from specctl.convert_mtp.inventory import Part
+from specctl.convert_mtp.shared import Tensors
 from specctl.errors import CheckpointError
 from specctl.heads.mtp import scale_of
 from specctl.heads.quantisation import Fp8Config
@@ -61,7 +62,7 @@ class Recipe:
         else:
             yield Output(part.name, TensorInfo(wanted, part.info.shape), lambda: self._cast(part, checkpoint, wanted))
 
-    def copied(self, name: str, checkpoint: Checkpoint, source: str) -> Output:
+    def copied(self, name: str, checkpoint: Tensors, source: str) -> Output:
         """A tensor of the target, written as one of the layer."""
         info = checkpoint.info(source)
         if self.wish != "bf16" or info.dtype == torch.bfloat16:
@@ -95,7 +96,7 @@ def _wanted_dtype(role: str, stored: torch.dtype, wish: DtypeWish) -> torch.dtyp
     return torch.bfloat16 if wish == "bf16" or stored == fp8.E4M3 else stored
 
 
-def _unchanged(name: str, source: str, checkpoint: Checkpoint, *, check_scale: bool = False) -> Output:
+def _unchanged(name: str, source: str, checkpoint: Tensors, *, check_scale: bool = False) -> Output:
     def pieces() -> Iterator[Tensor]:
         tensor = checkpoint.tensor(source)
         if check_scale:

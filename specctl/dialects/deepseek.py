@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from specctl.dialects.ignoring import Module, begins_with_any, is_listed
 from specctl.dialects.reading import Dialect, Named, Place
+from specctl.heads.quantisation import Scheme
 from specctl.keys import Keys
 
 _NAME = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
@@ -40,6 +42,13 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def is_plain(scheme: Scheme, number: int, module: Module) -> bool | None:
+    """By any of the ways: a module named, what its name begins with, or a pattern."""
+    names = [f"model.layers.{number}.{member}" for member in module.members]
+    taken = {begins_with_any(name, scheme.ignored) or is_listed(scheme, name, scheme.ignored) for name in names}
+    return taken.pop() if len(taken) == 1 else None
+
+
 DIALECT = Dialect(
     name="deepseek",
     reader="a reader of DeepSeek checkpoints",
@@ -50,4 +59,6 @@ DIALECT = Dialect(
     config_faults=config_faults,
     own_copies=True,
     target_decides=False,
+    joined={},
+    is_plain=is_plain,
 )

@@ -4,6 +4,10 @@ The layer has number 0 and config.json says num_hidden_layers 1: that is how SGL
 There is exactly one such layer. Quantisation is that of the export's own config. Names that fit no parameter are
 passed over with a warning, numbers are copied into parameters whatever their dtype, and embedding and head are always
 the target's.
+
+Inside a target's own directory the layer has the number that follows the target's. The layer's modules are called
+model.decoder in any case, and a list of modules that a quantised target leaves out is compared with that name: an entry
+may be what it begins with, and `model.layers.61` in an entry, that number alone, is read as `model.decoder`.
 """
 
 from __future__ import annotations
@@ -12,10 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from specctl.dialects import deepseek
+from specctl.dialects.ignoring import Module, begins_with_any, is_listed
 from specctl.dialects.reading import Dialect, Named, Place, experts, joined
+from specctl.heads.quantisation import Scheme
 from specctl.keys import Keys
 
 ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
+DECODER, RENAMED = "model.decoder", "model.layers.61"
 _OUTSIDE = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
 _JOINED = {
     "q_a_proj": "fused_qkv_a_proj_with_mqa",
@@ -58,6 +65,18 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def is_plain(scheme: Scheme, number: int, module: Module) -> bool | None:
+    entries = [entry.replace(RENAMED, DECODER) for entry in scheme.ignored]
+    if scheme.method == "gptq":
+        return is_listed(scheme, f"{DECODER}.{module.name}", entries)
+    names = [f"{DECODER}.{member}" for member in module.members]
+    if scheme.method == "compressed-tensors":
+        taken = {is_listed(scheme, name, entries) for name in names}
+    else:
+        taken = {begins_with_any(name, entries) for name in names}
+    return taken.pop() if len(taken) == 1 else None
+
+
 DIALECT = Dialect(
     name="sglang",
     reader="SGLang",
@@ -68,4 +87,6 @@ DIALECT = Dialect(
     config_faults=config_faults,
     own_copies=False,
     target_decides=False,
+    joined=_JOINED,
+    is_plain=is_plain,
 )

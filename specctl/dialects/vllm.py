@@ -5,6 +5,10 @@ of MTP layers and quantisation, whatever the draft's own directory says. Names o
 without a word; of a quantised checkpoint, what is missing is not noticed either. eh_proj is never quantised. Embedding
 and head are always the target's without pipeline parallelism; with it, the draft's first rank wants the embedding in
 the draft's files.
+
+Which modules a quantised target leaves out is said by its list. Names are compared whole, and all modules that are
+joined have to be on the list or none; the experts are one module, left out when an entry has its name in it. AWQ takes
+parts of names, GPTQ patterns of the joint module's name.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from specctl.dialects import deepseek
+from specctl.dialects.ignoring import EXPERTS, Module, is_listed
 from specctl.dialects.reading import Dialect, Named, Place, experts, joined
+from specctl.heads.quantisation import Scheme
 from specctl.keys import Keys
 
 _NAME = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d{1,6})\.(.+)")
@@ -52,6 +58,24 @@ def config(source: dict[str, Any]) -> dict[str, Any]:
     return kept | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 
 
+def is_plain(scheme: Scheme, number: int, module: Module) -> bool | None:
+    prefix = f"model.layers.{number}."
+    if scheme.method == "gptq":
+        return is_listed(scheme, prefix + module.name, scheme.ignored)
+    if module.name == EXPERTS:
+        whole = prefix + EXPERTS
+        parts = scheme.method == "awq" and any(entry in whole for entry in scheme.ignored)
+        return parts or any(whole in entry for entry in scheme.ignored) or is_listed(scheme, whole, scheme.ignored)
+    taken = {_is_named(scheme, prefix + member) for member in module.members}
+    return taken.pop() if len(taken) == 1 else None
+
+
+def _is_named(scheme: Scheme, name: str) -> bool:
+    if scheme.method == "awq":
+        return any(entry in name for entry in scheme.ignored)
+    return is_listed(scheme, name, scheme.ignored)
+
+
 DIALECT = Dialect(
     name="vllm",
     reader="vLLM",
@@ -62,4 +86,6 @@ DIALECT = Dialect(
     config_faults=deepseek.config_faults,
     own_copies=False,
     target_decides=True,
+    joined=_JOINED,
+    is_plain=is_plain,
 )
