@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specctl.attention import AttentionBackend
 from specctl.kv.batch import Batch
@@ -87,3 +87,25 @@ class Drafter(Protocol):
 
     def draft(self, batch: Batch, carry: Any, k: list[int], sampling: SamplingBatch) -> Draft:
         """Propose up to k[b] tokens for each sequence of `batch`, whose one row each stands at the next position."""
+
+
+class Objective(Protocol):
+    """A loss over labelled rows, R of them, of a draft's final hidden states and its head's weight [V or more, D]."""
+
+    def __call__(
+        self, final_RD: Tensor, head: nn.Parameter, vocab_size: int, label_R: Tensor, teacher_RE: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, summed over rows, and what else was measured, summed too. vocab_size: ids that count."""
+
+
+class Trainable(Protocol):
+    """A draft of a kind that can be trained by examples."""
+
+    attn: AttentionBackend | None
+
+    def loss(
+        self, batch: Batch, label_T: Tensor, teacher_RE: Tensor | None, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """What `objective` says of the batch. label_T: what each row should say next, negative for a row that is only
+        read; teacher_RE: the target's final hidden states of the R labelled rows, for an objective that looks at them.
+        """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specctl.attention import AttentionBackend
-from specctl.drafts import Dense, Draft, OneHot
+from specctl.drafts import Dense, Draft, Objective, OneHot
 from specctl.kv.batch import Batch
 from specctl.kv.cache import LayerKV
 from specctl.models import Hidden, Llama
@@ -66,6 +66,16 @@ class LlamaDrafter:
             if slot + 1 < max(k):
                 logits_BV = self._logits(batch.at(slot, proposal.token_B))
         return _block(drawn, length, batch)
+
+    def loss(
+        self, batch: Batch, label_T: Tensor, teacher_RE: Tensor | None, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """See `Trainable`; `attn` is one with gradients."""
+        assert self.attn is not None
+        self.attn.plan(batch)
+        row_R = (label_T >= 0).nonzero()[:, 0]
+        final_RD = self.model(batch, self.attn).final_TD[row_R]
+        return objective(final_RD, self.model.lm_head.weight, self.vocab_size, label_T[row_R], teacher_RE)
 
     def _logits(self, rows: Batch) -> Tensor:
         """Logits after the last row of every sequence, [B, V]."""

@@ -125,8 +125,19 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
+RunLayer = Callable[[nn.Module, Tensor, tuple[Tensor, Tensor], AttentionBackend], Tensor]
+
+
+def _run_layer(layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:
+    out: Tensor = layer(x_TD, rope, attn)
+    return out
+
+
 class Llama(nn.Module):
-    """A causal language model of the family. Build it on the meta device and let `models.load` fill it."""
+    """A causal language model of the family. Build it on the meta device and let `models.load` fill it.
+
+    run_layer: how a layer is run; training has a way of its own that holds less.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,6 +145,7 @@ class Llama(nn.Module):
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self._rope = Rope(config.rope, config.head_dim)
+        self.run_layer: RunLayer = _run_layer
         if config.tied:
             self.tie()
 
@@ -150,7 +162,7 @@ class Llama(nn.Module):
         for index, layer in enumerate(self.model.layers):
             if index in taps:
                 tapped[index] = x_TD
-            x_TD = layer(x_TD, rope, attn)
+            x_TD = self.run_layer(layer, x_TD, rope, attn)
         tapped[len(self.model.layers)] = x_TD
         return Hidden(self.model.norm(x_TD), torch.stack([tapped[k] for k in taps]) if taps else None)
 

@@ -1,0 +1,1 @@
+"""`specctl finetune`: from rows of data and a target to a draft."""

@@ -1,0 +1,240 @@
+"""Session: what happens between the steps of a run, from its first step, or the one it goes on with, to what it writes.
+
+What one step does is specctl/train/loop.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl.checkpoint import Checkpoint
+from specctl.drafts.llama import LlamaDrafter
+from specctl.errors import UsageError
+from specctl.finetune.data import DataSet
+from specctl.finetune.interrupt import Interrupted, Interrupts
+from specctl.finetune.plan import Plan
+from specctl.finetune.plots import draw
+from specctl.finetune.progress import Bar
+from specctl.finetune.result import Result
+from specctl.finetune.start import Start
+from specctl.finetune.validation import Measured, Validator, score
+from specctl.finetune.workspace import Metrics, Workspace
+from specctl.output import new_directory
+from specctl.schemas.recipe import Recipe
+from specctl.train import checkpoint
+from specctl.train.checkpoint import Progress
+from specctl.train.feed import Cursor
+from specctl.train.hidden_store import HiddenStore
+from specctl.train.loop import Step, Trainer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """losses, lrs: of every step. best_step: whose weights were written, None for the last. acceptance: of what was
+    written, empty where there was nothing to decode."""
+
+    output: Path
+    data: DataSet
+    losses: list[float]
+    lrs: list[float]
+    best_step: int | None
+    acceptance: list[Measured]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """What to show, two columns."""
+        first, last = (self.losses[:1], self.losses[-1:])
+        steps = "".join(f", loss {a:.4f} at first and {b:.4f} at last" for a, b in zip(first, last, strict=True))
+        return [
+            ("output", str(self.output)),
+            ("steps", f"{len(self.losses)}{steps}"),
+            *((("weights", f"of step {self.best_step}"),) if self.best_step is not None else ()),
+            *(
+                (f"T = {each.temperature:g}, K = {each.k}", f"mean acceptance length {each.length:.3f} (bonus counted)")
+                for each in self.acceptance
+            ),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "output": str(self.output),
+            "steps": len(self.losses),
+            "best_step": self.best_step,
+            "acceptance": [each.as_dict() for each in self.acceptance],
+        }
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything a run is made of. validator: None where nothing is held out; store: where nothing is kept of the
+    target. identity: what has to be the same for a run to go on; config: of the checkpoints' weights."""
+
+    recipe: Recipe
+    workspace: Workspace
+    data: DataSet
+    start: Start
+    plan: Plan
+    trainer: Trainer
+    target: Checkpoint
+    validator: Validator | None
+    store: HiddenStore | None
+    identity: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+@dataclass
+class Session:
+    """A run between its first step, or the one it goes on with, and its last."""
+
+    work: Work
+    interrupts: Interrupts
+    say: Say
+    progress: Progress = field(default_factory=Progress)
+    saved: int = -1
+
+    def __post_init__(self) -> None:
+        self._trainer = self.work.trainer
+        place = self.work.workspace
+        found = checkpoint.latest(place.checkpoints)
+        if found is not None:
+            self._restore(found)
+        self._metrics = Metrics(place.metrics, self.progress.metrics_bytes)
+
+    def train(self) -> None:
+        """To the last step, or until acceptance does not rise any more."""
+        work, trainer = self.work, self._trainer
+        try:
+            with Bar("training", work.plan.steps, "steps", done=trainer.step) as bar:
+                self._between(bar)
+                while not self._over:
+                    step = trainer.run_step()
+                    self._note(step, bar)
+                    self._between(bar)
+        except Interrupted:
+            if trainer.step != self.saved:
+                self._save()
+            self.say(f"saved after step {trainer.step} in {work.workspace.path}; go on with --resume")
+            raise
+
+    def write(self, *, force: bool) -> TrainingResult:
+        """The best weights, or the last where none were compared, into the output."""
+        work, best = self.work, self.progress.best_step
+        if best is not None and best != self._trainer.step:
+            self.say(f"the weights of step {best} are written: acceptance was best there")
+            checkpoint.load_model(work.workspace.best / checkpoint.step_name(best), self._trainer.model)
+        self._trainer.release()
+        threads = torch.get_num_threads()
+        device = self._trainer.model.model.norm.weight.device
+        result = Result(work.recipe, work.start, self._trainer.model, work.target, work.data.sha, str(device), threads)
+        with new_directory(work.workspace.output, force=force) as path:
+            measured = result.write(path, work.validator)
+        lines = self._metrics.read()
+        draw(lines, work.workspace.picture)
+        work.workspace.finish()
+        steps = [line for line in lines if "loss" in line]
+        return TrainingResult(
+            work.workspace.output,
+            work.data,
+            [line["loss"] for line in steps],
+            [line["lr"] for line in steps],
+            best,
+            measured,
+        )
+
+    @property
+    def _over(self) -> bool:
+        patience = self.work.recipe.validation.patience
+        stale = patience is not None and self.progress.stale >= patience
+        return stale or self._trainer.step >= self.work.plan.steps
+
+    def _note(self, step: Step, bar: Bar) -> None:
+        bar.add(1, step.tokens, f"loss {step.loss:.4f}")
+        self._metrics.add(step.as_dict() | {"time": round(time.time(), 3)})
+
+    def _between(self, bar: Bar) -> None:
+        """After a step, or before the first: validate and save when it is time. Raises Interrupted."""
+        self.interrupts.check()
+        step, recipe = self._trainer.step, self.work.recipe
+        due = step % recipe.validation.every_steps == 0 or step == self.work.plan.steps
+        if self.work.validator is not None and due and self.progress.validated != step:
+            self._validate(bar)
+        if step % recipe.checkpoint.every_steps == 0 and step != self.saved and step:
+            self._save()
+
+    def _validate(self, bar: Bar) -> None:
+        assert self.work.validator is not None
+        trainer = self._trainer
+        drafter = LlamaDrafter(trainer.model, self.work.start.vocab_size)
+        measured = self.work.validator.measure(drafter, self.interrupts.check)
+        length = score(measured)
+        self._metrics.add({"step": trainer.step, "validation": [each.as_dict() for each in measured]})
+        words = ", ".join(f"{each.length:.3f} at T = {each.temperature:g}" for each in measured)
+        bar.note(f"step {trainer.step}: mean acceptance length {words} (bonus counted, K = {measured[0].k})")
+        before = self.progress.best_length
+        if before is None or length >= before:
+            self._keep_best()
+            stale = 0 if before is None or length > before else self.progress.stale + 1
+            self.progress = replace(self.progress, best_step=trainer.step, best_length=length, stale=stale)
+        else:
+            self.progress = replace(self.progress, stale=self.progress.stale + 1)
+        self.progress = replace(self.progress, validated=trainer.step)
+
+    def _keep_best(self) -> None:
+        path = self.work.workspace.best / checkpoint.step_name(self._trainer.step)
+        if not path.exists():  # a run that goes on comes to the same weights again
+            with checkpoint.new_directory(path) as temporary:
+                checkpoint.save_model(temporary, self._trainer.model, self.work.config)
+
+    def _save(self) -> None:
+        trainer, place = self._trainer, self.work.workspace
+        if self.work.store is not None:
+            self.work.store.sync()
+        cursor = trainer.cursor
+        self.progress = replace(
+            self.progress,
+            step=trainer.step,
+            epoch=cursor.epoch,
+            index=cursor.index,
+            metrics_bytes=self._metrics.length,
+        )
+        keep = self.work.recipe.checkpoint.keep
+        checkpoint.save(
+            place.checkpoints,
+            trainer.model,
+            self.work.config,
+            trainer.optimiser,
+            self.progress,
+            keep,
+            self.work.identity,
+        )
+        self.saved = trainer.step
+        # Best weights that no checkpoint speaks of will not be gone back to.
+        named = {each.best_step for each in checkpoint.all_progress(place.checkpoints)} | {self.progress.best_step}
+        checkpoint.prune(place.best, {step for step in named if step is not None})
+
+    def _restore(self, path: Path) -> None:
+        _, identity = checkpoint.read_state(path)
+        ours = dict(self.work.identity)
+        for key in ours:
+            if identity.get(key) != ours[key]:
+                raise UsageError(
+                    f"--resume: {key} differs: {_brief(ours[key])} now, {_brief(identity.get(key))} before; set it "
+                    "back, or begin anew with --force"
+                )
+        self.progress = checkpoint.load(path, self._trainer.model, self._trainer.optimiser)
+        self._trainer.step = self.saved = self.progress.step
+        self._trainer.cursor = Cursor(self.progress.epoch, self.progress.index)
+        self.say(f"going on after step {self.progress.step}")
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
