@@ -26,7 +26,7 @@ from specctl.models import FAMILIES, Llama, load
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.prompts import Prompt
 from specctl.sampling.params import Accept
-from specctl.schemas.policy import PolicyFile, check_bound, read_policy
+from specctl.schemas.policy import Bound, BoundDraft, PolicyFile, check_bound, read_policy
 from specctl.text.tokenizer import Tokenizer, eos_ids
 from specctl.text.vocabulary import check_vocabularies, eos_warning
 
@@ -158,6 +158,13 @@ def open_policy(decoding: DecodingOptions, target: Target, draft: OpenedDraft | 
     if accept is None and file.accept.method != "exact":  # exact is the default, which leaves seeded requests coupled
         accept = file.accept.as_accept()
     return (_from_file(file) if decoding.k is None else constant(decoding.k)), accept
+
+
+def identify(target: Target, draft: OpenedDraft) -> tuple[Bound, BoundDraft]:
+    """What a file names that holds for this pair alone, by digest."""
+    digest = None if draft.checkpoint is None else tensors_sha(draft.checkpoint)
+    drafter = BoundDraft(kind=draft.drafter.kind, digest=digest, max_k=draft.drafter.max_k)
+    return Bound(name=target.name, digest=tensors_sha(target.checkpoint)), drafter
 
 
 def effective_k(decoding: DecodingOptions, draft: OpenedDraft | None) -> int | None:

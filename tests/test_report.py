@@ -97,8 +97,21 @@ def test_a_report_is_read(tmp_path: Path) -> None:
 
 def test_a_trace_is_read(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, TRACE))
-    assert trace.model_dump(by_alias=True) == TRACE
+    assert trace.model_dump(by_alias=True, exclude_unset=True) == TRACE
     assert trace.classes[0].class_ == "all"
+
+
+def test_a_trace_may_tell_more(tmp_path: Path) -> None:
+    """Whose it is, what its drafts had to reach, the fate of each draft, and the steps without one."""
+    more = copy.deepcopy(TRACE) | {
+        "target": {"name": "t", "digest": "ab"},
+        "draft": {"kind": "llama", "digest": "cd", "max_k": None},
+        "accept": "exact",
+        "min_confidence": 0.25,
+    }
+    more["classes"][0] |= {"accepted": [0, 1, 2]}
+    more["classes"][0]["requests"] = [{"histogram": [1, 1, 0], "steps": 4}, {"histogram": [0, 0, 1], "steps": 1}]
+    assert read_trace(written(tmp_path, more)).model_dump(by_alias=True) == more
 
 
 def _speculation(**changes: Any) -> Change:

@@ -10,10 +10,11 @@ BASELINES = ("plain", "transformers")
 @dataclass(frozen=True)
 class BenchOptions:
     """baselines: "plain" is measured anyway. sweep_k: the draft lengths to measure, in place of one. anatomy, trace:
-    also find out where a step's time goes, and what became of every draft."""
+    also find out where a step's time goes, and what became of every draft. passes: time bare passes, for c, v and u."""
 
     baselines: tuple[str, ...] = ("plain",)
     repeats: int = 3
     sweep_k: tuple[int, ...] = ()
     anatomy: bool = False
     trace: bool = False
+    passes: bool = True

@@ -69,7 +69,7 @@ class BareModel:
     @classmethod
     def of_target(cls, target: Target, num_tokens: int, batch: int = 1) -> BareModel:
         """Room for `batch` texts of `num_tokens`."""
-        cache = KVCache(target.model.kv_layers("target"), *_cache_shape(num_tokens, batch), target.device)
+        cache = KVCache(target.model.kv_layers("target"), *cache_shape(num_tokens, batch), target.device)
         attn = attention.choose(target.options.attention, cache, "target", target.device)
         return cls(target.model, attn, target.device)
 
@@ -97,7 +97,7 @@ def measure_passes(
     kinds: dict[Kind, Callable[[], object]] = {}
     for k in {0, *ks}:
         kinds["target", k] = partial(bare.run, rows_after(context, k + 1, batch, num_tokens, target))
-    with _own_attention(target, list(drafts.values()), num_tokens, batch):
+    with own_attention(target, list(drafts.values()), num_tokens, batch):
         for label, draft in drafts.items():
             if draft.checkpoint is not None:
                 kinds |= _draft_kinds(label, draft.drafter, context, batch, num_tokens, target)
@@ -132,13 +132,13 @@ def _draft_kinds(
 
 
 @contextmanager
-def _own_attention(target: Target, drafts: list[OpenedDraft], num_tokens: int, batch: int) -> Iterator[None]:
+def own_attention(target: Target, drafts: list[OpenedDraft], num_tokens: int, batch: int) -> Iterator[None]:
     """Let the drafts attend to caches made for the occasion, and give them back what their engines gave them."""
     before = [draft.drafter.attn for draft in drafts]
     try:
         for draft in drafts:
             if draft.drafter.kv_layers:
-                cache = KVCache(draft.drafter.kv_layers, *_cache_shape(num_tokens, batch), target.device)
+                cache = KVCache(draft.drafter.kv_layers, *cache_shape(num_tokens, batch), target.device)
                 draft.drafter.attn = attention.choose(target.options.attention, cache, "draft", target.device)
         yield
     finally:
@@ -164,7 +164,7 @@ def _medians(kinds: dict[Kind, Callable[[], object]], device: torch.device) -> d
     return {kind: 1000 * statistics.median(values) for kind, values in seconds.items()}
 
 
-def _cache_shape(num_tokens: int, batch: int) -> tuple[int, int]:
+def cache_shape(num_tokens: int, batch: int) -> tuple[int, int]:
     """Pages (one of them scratch) and slots of a page."""
     return 1 + batch * -(-num_tokens // PAGE_SIZE), PAGE_SIZE
 

@@ -44,12 +44,12 @@ def compare_runs(
     requests: list[Request],
     runners: Sequence[Runner],
     tallies: Sequence[Tally],
-    passes: PassTimes,
+    passes: PassTimes | None,
     temperature: float,
     dtype: torch.dtype,
     progress: Callable[[str], None],
 ) -> list[Comparison]:
-    """Every comparison of `pairs`; differences that are no near-ties are told at once."""
+    """Every comparison of `pairs`; differences that are no near-ties are told at once. passes: None when not timed."""
     by_name = {runner.name: (runner, tally) for runner, tally in zip(runners, tallies, strict=True)}
     comparisons = []
     for name, other in pairs(runners):
@@ -89,14 +89,20 @@ def _comparison(
     against: Runner,
     mine: Tally,
     theirs: Tally,
-    passes: PassTimes,
+    passes: PassTimes | None,
     same: bool | None,
     found: list[Difference],
 ) -> Comparison:
     measured = speedup(mine, theirs)
     costs: Costs | None = None
     implied: float | None = None
-    if isinstance(runner, EngineRunner) and runner.draft is not None and runner.k and against.name == "plain":
+    if (
+        passes is not None
+        and isinstance(runner, EngineRunner)
+        and runner.draft is not None
+        and runner.k
+        and against.name == "plain"
+    ):
         costs = passes.costs(runner.draft, runner.k)
         length = _counters(mine.answers[0]).mean_acceptance_length
         implied = None if length is None else costs.implied(runner.k, length)

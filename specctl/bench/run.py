@@ -16,7 +16,7 @@ from specctl.bench.trace import trace_run
 from specctl.bench.work import in_groups, read_work, work_sha
 from specctl.errors import UsageError
 from specctl.options import DecodingOptions
-from specctl.pair import OpenedDraft, Target
+from specctl.pair import OpenedDraft, Target, identify
 from specctl.prompts import Prompt
 from specctl.schemas import report as schema
 from specctl.schemas.base import Provenance
@@ -65,10 +65,12 @@ def measure(
     groups = in_groups(requests, decoding.batch)
     tallies = hold(runners, groups, options.repeats, target.device, progress)
 
-    progress("timing bare passes")
     context = _mean_context(tallies[0], [len(request.token_ids) for request in requests])
     ks = sorted({runner.k for runner in runners if isinstance(runner, EngineRunner) and runner.k})
-    passes = measure_passes(target, labelled, ks, decoding.batch, context)
+    passes = None
+    if options.passes:
+        progress("timing bare passes")
+        passes = measure_passes(target, labelled, ks, decoding.batch, context)
     provenance = Provenance.here(str(target.device), target.num_threads)
     report = Report(
         schema=schema.SCHEMA,
@@ -87,7 +89,10 @@ def measure(
     if options.anatomy:
         progress("timing the parts of a pass")
         anatomy = dissect(target, *_ours(runners, tallies), ks, decoding.batch, context)
-    return Measured(report, anatomy, None if traced is None else trace_run(traced, groups, provenance, progress))
+    trace = None
+    if traced is not None:
+        trace = trace_run(traced, groups, provenance, progress, identify(target, labelled[traced.draft or ""]))
+    return Measured(report, anatomy, trace)
 
 
 def _to_trace(runners: list[Runner]) -> EngineRunner:

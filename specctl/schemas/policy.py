@@ -26,7 +26,9 @@ class Bound(Checked):
 
 
 class BoundDraft(Checked):
-    kind: str
+    """kind, digest: null when it is bound to none. max_k: the most it can draft."""
+
+    kind: str | None
     digest: str | None = None
     max_k: Annotated[int, Field(ge=1)] | None = None
 
@@ -106,7 +108,9 @@ def read_policy(path: Path) -> PolicyFile:
 def check_bound(policy: PolicyFile, path: Path, kind: str, draft_sha: str | None, target_sha: str | None) -> list[str]:
     """Notices about a policy's use with this pair. Raises UsageError when it was made for another draft or target."""
     notices = []
-    if policy.draft.kind != kind:
+    if policy.draft.kind is None:
+        notices.append(f"{path}: is bound to no kind of draft; whether its lengths suit this one is not known")
+    elif policy.draft.kind != kind:
         raise UsageError(f"{path}: is a policy for a draft of kind {policy.draft.kind}, this draft is of kind {kind}")
     for what, bound, found in (
         ("draft", policy.draft.digest, draft_sha),

@@ -1,0 +1,74 @@
+"""Which cells a profile has: batches, contexts, rows and prompt sizes, checked against the model and the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specctl.bench.passes import cache_shape
+from specctl.errors import CapacityError, UsageError
+from specctl.kv.cache import KVCache
+from specctl.pair import GIB, OpenedDraft, Target, free_memory
+
+ROWS = tuple(range(1, 10))
+"""Of each sequence: a plain step, and the verification of 1 to 8 tokens."""
+
+CONTEXTS = (512, 2048)
+PROMPTS = (32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Grid:
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    rows: tuple[int, ...]
+    prompts: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest text there is."""
+        return max(*self.contexts, *self.prompts) + max(self.rows)
+
+
+def choose_grid(
+    target: Target, draft: OpenedDraft | None, batches: tuple[int, ...], contexts: tuple[int, ...] | None
+) -> Grid:
+    """The grid asked for. contexts None: those of CONTEXTS that the model can hold, half of what it holds if none.
+
+    Raises UsageError for what is named twice or longer than the model's context, CapacityError when the largest cell
+    does not fit into memory.
+    """
+    rows = ROWS
+    if draft is not None and draft.drafter.max_k is not None:
+        rows = tuple(q for q in ROWS if q <= draft.drafter.max_k + 1)
+    holds = target.max_length - max(rows)
+    if draft is not None and draft.drafter.max_length is not None:
+        holds = min(holds, draft.drafter.max_length - max(rows))
+    if holds < 1:
+        raise UsageError(f"{target.name}: a context of {target.max_length} tokens is too short to be profiled")
+    if contexts is None:
+        contexts = tuple(c for c in CONTEXTS if c <= holds) or (max(1, holds // 2),)
+    for flag, values in (("--batches", batches), ("--contexts", contexts)):
+        if len(set(values)) < len(values):
+            raise UsageError(f"{flag} {','.join(map(str, values))}: names one twice")
+    if max(contexts) > holds:
+        raise UsageError(
+            f"--contexts {max(contexts)}: with {max(rows)} rows of a step behind it, the longest that fits into the "
+            f"context is {holds}"
+        )
+    prompts = tuple(n for n in PROMPTS if n <= holds) or (holds,)
+    grid = Grid(tuple(sorted(batches)), tuple(sorted(contexts)), rows, prompts)
+    _check_memory(grid, target, draft)
+    return grid
+
+
+def _check_memory(grid: Grid, target: Target, draft: OpenedDraft | None) -> None:
+    layers = target.model.kv_layers("target") + ([] if draft is None else draft.drafter.kv_layers)
+    num_pages, _ = cache_shape(grid.num_tokens, max(grid.batches))
+    needed = num_pages * KVCache.bytes_per_page(layers)
+    given = target.options.kv_memory
+    there = free_memory(target.device) if given is None else given * GIB
+    if needed > there:
+        raise CapacityError(
+            f"--batches {max(grid.batches)} with --contexts {max(grid.contexts)} needs a KV cache of "
+            f"{needed / GIB:.3g} GiB, there are {there / GIB:.3g}; leave the largest out"
+        )
