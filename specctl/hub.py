@@ -18,8 +18,9 @@ WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "vocab.
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
-def locate(model: str) -> Path:
-    """The directory of `model`: a local directory, or a hub id `org/name[@revision]`, fetched when it is not yet here.
+def locate(model: str, *, weights: bool = True) -> Path:
+    """The directory of `model`: a local directory, or a hub id `org/name[@revision]`, fetched when it is not yet here;
+    without its weights when they are not wanted.
 
     Raises CheckpointError when there is no such directory and none can be had; CapacityError when the disk is full.
     """
@@ -32,7 +33,8 @@ def locate(model: str) -> Path:
     with hub_errors(repo, revision):
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"]))
+        ignored = ["*/*"] if weights else ["*/*", "*.safetensors"]
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(WANTED), ignore_patterns=ignored))
 
 
 def hub_id(model: str) -> tuple[str, str | None]:

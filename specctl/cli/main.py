@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a gate failed, 2 bad usage, config or input, 3 environment
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -24,10 +25,17 @@ from specctl.errors import SpecctlError
 COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("specctl.cli.quickstart", "Measure speculation on a small model and show what it gains."),
     "inspect": ("specctl.cli.inspect", "Tell what a model directory holds and what keeps it from being served."),
-    "convert-mtp": ("specctl.cli.convert_mtp", "Take the MTP layer out of a DeepSeek checkpoint, for any reader."),
+    "finetune": ("specctl.cli.finetune", "Train a small draft on a target's data or on the target's own answers."),
+    "convert-mtp": (
+        "specctl.cli.convert_mtp",
+        "Take the MTP layer out of a DeepSeek checkpoint, for any reader, or put it into one.",
+    ),
     "doctor": ("specctl.cli.doctor", "Tell what is installed here, which devices work and what is missing for what."),
     "generate": ("specctl.cli.generate", "Generate text for prompts, plainly or with a draft."),
     "bench": ("specctl.cli.bench", "Measure plain against speculative decoding on the same prompts."),
+    "profile": ("specctl.cli.profile", "Measure what steps cost on this machine, for tune."),
+    "tune": ("specctl.cli.tune", "Choose the draft length for every batch and context, as a policy."),
+    "validate": ("specctl.cli.validate", "Hold a pair, or a report about it, against gates; exit code 1 if one fails."),
     "serve": ("specctl.cli.serve", "Serve a target, with or without a draft, over an OpenAI-compatible API."),
 }
 
@@ -102,9 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return USAGE
-    except BrokenPipeError:
-        # Whoever read the output has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read the output has left
+        _drop_output()
         return INTERRUPTED
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", INTERRUPTED, state)
@@ -113,6 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last place where an error of any kind can become a sentence
         if _is_memory(error):
             return _fail(f"Error: out of memory: {_one_line(error)}", ENVIRONMENT, state)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _drop_output()  # which may be what is full
+            where = f"{error.filename}: " if error.filename else ""
+            return _fail(f"Error: {where}no disk space left; free some and run again", ENVIRONMENT, state)
         what = f"Internal error: {type(error).__name__}: {_one_line(error)}"
         return _fail(what if state.debug else f"{what}; run again with --debug and report it", USAGE, state)
     return 0
@@ -123,6 +134,11 @@ def _fail(sentence: str, exit_code: int, state: State) -> int:
         traceback.print_exc()
     click.echo(sentence, err=True)
     return exit_code
+
+
+def _drop_output() -> None:
+    """Let what is still to be written go nowhere: Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_memory(error: Exception) -> bool:

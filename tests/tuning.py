@@ -1,0 +1,57 @@
+"""What the tests of tune share: the command on values in place of files, and what it told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import Run
+from handmade import profile, write_json, write_yaml
+
+from specctl.schemas.profile import Profile
+from specctl.schemas.trace import Trace
+from specctl.tune.acceptance import Acceptance
+from specctl.tune.costs import StepCosts
+from specctl.tune.evidence import from_trace
+
+# Case TU1's profile: verification is nearly free alone and dear in company.
+TU1 = profile({1: [10.0, 10.2, 10.4, 10.6, 10.8], 32: [14.0, 24, 33, 42, 51]}, {1: 1.0, 32: 4.0})
+
+Tune = Callable[..., Any]
+
+
+def tuner(run: Run, tmp_path: Path) -> Tune:
+    """tune(profile, trace or number, ...) is `specctl tune` on files of these."""
+
+    def command(profile: dict[str, Any], acceptance: object, *more: object) -> Any:
+        file = write_yaml(tmp_path / "P.yaml", profile)
+        if isinstance(acceptance, dict):
+            acceptance = write_json(tmp_path / "T.json", acceptance)
+        return run("tune", "--profile", file, "--acceptance", acceptance, "--output", tmp_path / "Y.yaml", *more)
+
+    return command
+
+
+def told(ran: Any) -> dict[str, Any]:
+    assert ran.code == 0, ran.err
+    value: dict[str, Any] = json.loads(ran.out)
+    return value
+
+
+def places(value: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What was decided, by batch."""
+    return {place["batch"]: place for place in value["places"]}
+
+
+def by_k(place: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {candidate["k"]: candidate for candidate in place["candidates"]}
+
+
+def costs(value: dict[str, Any]) -> StepCosts:
+    return StepCosts(Profile.model_validate(value), "P.yaml")
+
+
+def acceptance_of(value: dict[str, Any]) -> Acceptance:
+    return from_trace(Trace.model_validate(value), "T.json").acceptance
