@@ -1,4 +1,5 @@
-"""An engine for work that is known beforehand: its KV cache as large as the longest texts need, or --kv-memory allows."""
+"""An engine for work that is known beforehand: its KV cache as large as the longest texts need, or --kv-memory
+allows."""
 
 from __future__ import annotations
 
