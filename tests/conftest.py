@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from fixtures import launcher, make
 from hypothesis import settings
 
 __all__ = ["launcher", "make"]
+
+# A shell starts what runs in its background with Ctrl-C ignored, and what is started from there inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, and no limit on one example's time on a busy machine.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
