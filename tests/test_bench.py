@@ -673,3 +673,15 @@ def test_one_repeat_of_one_group_has_no_interval(target: Target) -> None:
     (comparison,) = found.comparisons
     assert comparison.ci95 is None
     assert math.isfinite(comparison.speedup)
+
+
+def test_a_run_that_drafted_nothing_says_so(make: Make, run: Run, tmp_path: Path) -> None:
+    target = make(tiny.table, rows=tiny.chain("xABCDEFGH"))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    output = tmp_path / "r.json"
+    arguments = ["--draft", target, "--prompts", prompts, "--max-tokens", 1, "--repeats", 1, "--output", output]
+    ran = run("bench", "--target", target, *arguments)
+    assert ran.code == 0
+    assert "nothing was drafted, so its speed-up is chance" in ran.out
+    assert "nothing was drafted, so its speed-up is chance" in output.with_suffix(".md").read_text()

@@ -116,3 +116,13 @@ def test_what_speaks_against_speculation() -> None:
     # Other texts outweigh any speed-up; differences come with the widest gap first.
     problem = problem_of(compared(9.0, False, change, tie), 1.2)
     assert problem == "the text of prompt 8 changes at token 5 of the answer"
+
+
+def test_a_proof_without_a_draft_is_none(run: Run, target: Path, tmp_path: Path) -> None:
+    """The first token of an answer is never drafted, so nothing is."""
+    prompts = tmp_path / "short.jsonl"
+    prompts.write_text('{"prompt": "x", "max_tokens": 1}\n')
+    arguments = ["--draft", target, "--verify", prompts, "--min-speedup", 0.001]
+    ran = run("serve", "--target", target, "--port", 0, *arguments)
+    assert ran.code == 1
+    assert "nothing was drafted on these prompts, so nothing is proven" in ran.err

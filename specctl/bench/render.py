@@ -28,7 +28,7 @@ def markdown(report: Report, anatomy: Anatomy | None = None, plots: Sequence[str
 
 def terminal(report: Report, anatomy: Anatomy | None = None) -> str:
     """The closing table, what else was compared, and the anatomy if there is one."""
-    lines = [_aligned(_closing_rows(report)), ""]
+    lines = [_aligned(_closing_rows(report)), "", *_undrafted(report)]
     for comparison in report.comparisons:
         if comparison.against != "plain":
             lines.append(
@@ -65,6 +65,8 @@ def _sections(report: Report, anatomy: Anatomy | None, plots: Sequence[str]) -> 
     yield f"{versions}, {origin.device}{threads}, {origin.date}"
     yield f"\n    {origin.command}\n"
     yield _piped(_closing_rows(report))
+    for sentence in _undrafted(report):
+        yield f"\n{sentence}"
     for path in plots:
         yield f"\n![{path.rpartition('/')[2].removesuffix('.png')}]({path})"
     yield "\n## Runs\n"
@@ -87,6 +89,13 @@ def _sections(report: Report, anatomy: Anatomy | None, plots: Sequence[str]) -> 
         yield "\nMilliseconds a pass, by part of the model:\n"
         yield _piped(_part_rows(anatomy))
     yield f"\n## How to read this\n\n{NOTES}\n"
+
+
+def _undrafted(report: Report) -> Iterator[str]:
+    """Of each run that had a draft and no use for it."""
+    for run in report.runs:
+        if run.k and run.speculation is not None and not run.speculation.num_drafts:
+            yield f"{run.name}: nothing was drafted, so its speed-up is chance; give longer answers or other prompts"
 
 
 def _closing_rows(report: Report) -> Rows:

@@ -63,6 +63,12 @@ def prove(
     found = _found(measured, len(prompts))
     say(f"verify: {found}")
     problem = problem_of(measured, min_speedup)
+    counted = report.run(measured.run).speculation
+    if counted is not None and not counted.num_drafts:
+        nothing = "nothing was drafted on these prompts, so nothing is proven"
+        if min_speedup is None:
+            say(f"verify: {nothing}")
+        problem = problem or (None if min_speedup is None else nothing)
     if problem is not None and not fallback_plain:
         raise GateFailed(f"--verify: {problem}; {found}; serve without --draft, tune it, or pass --fallback plain")
     if problem is not None:
