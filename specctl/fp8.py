@@ -61,6 +61,15 @@ def dequantise(weight_RC: Tensor, scale_rc: Tensor, block: Block) -> Iterator[Te
         yield value_RC
 
 
+def dequantise_rows(weight_RC: Tensor, scale_R: Tensor) -> Iterator[Tensor]:
+    """The same with one scale for each row, or one for all."""
+    assert len(scale_R) in (1, len(weight_RC))
+    step = max(1, BAND // weight_RC.shape[1])
+    for first in range(0, len(weight_RC), step):
+        scale = scale_R if len(scale_R) == 1 else scale_R[first : first + step, None]
+        yield _decode(weight_RC[first : first + step]).mul_(scale)
+
+
 def quantise(weight_RC: Tensor, block: Block, *, powers_of_two: bool, name: str) -> Iterator[Tensor]:
     """E4M3 numbers, band by band: the weight divided by `scales` of the same arguments."""
     for _, band_RC in bands(weight_RC, block):

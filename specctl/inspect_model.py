@@ -6,18 +6,20 @@ An "error" keeps the model from running; a "warning" lets it run, but not as its
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from specctl import models
-from specctl.checkpoint import INDEX, LEGACY, Checkpoint
+from specctl.checkpoint import INDEX, LEGACY, Checkpoint, dtype_of
 from specctl.convert_mtp.files import PartOfIndex, part_of_index, refuse_unfinished
 from specctl.convert_mtp.inspection import MtpFacts, inspect_mtp
 from specctl.errors import CheckpointError, RequestError
-from specctl.models.config import ModelConfig
+from specctl.fp8 import E4M3
+from specctl.models import CommonConfig
+from specctl.models.quantised import PLAIN, Weights
 from specctl.pair import has_tokenizer
 from specctl.shards import TensorInfo
 from specctl.text.tokenizer import Tokenizer, eos_ids
@@ -36,7 +38,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What config.json says. kv_bytes_per_token: at the dtype most of the weights are in."""
+    """What config.json says. kv_bytes_per_token: at the dtype most of the weights are in, or at the config's when these
+    are quantised. latent: numbers that a token keeps in a layer for all heads, None for keys and values."""
 
     family: str
     layers: int
@@ -51,6 +54,9 @@ class ModelFacts:
     rope_theta: float
     tied_head: bool
     kv_bytes_per_token: int
+    latent: int | None = None
+    experts: int | None = None
+    experts_per_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,16 +127,21 @@ def inspect_model(path: Path) -> Inspection:
     problems += [Problem(*finding) for finding in (mtp.findings if mtp is not None else ())]
     if part is not None:
         problems.append(_partial(part, mtp))
-    config = _config(checkpoint, problems, mtp)
+    config = _config(checkpoint, problems, mtp, part is not None)
     model = None
     if config is not None:
-        model = _model(config, weights)
-        _check_tensors(checkpoint, config, problems)
+        faults = _check_tensors(checkpoint, config)
+        if mtp is not None and mtp.convertible and faults:  # of use for its MTP layer
+            problems += [replace(fault, severity="warning") for fault in faults]
+        else:
+            model = _model(config, checkpoint, weights)
+            problems += faults
         if config.max_length < config.max_position:
             what = f"dynamic rope is run up to {config.max_length} of {config.max_position} positions only"
             problems.append(Problem("note", what, "give the checkpoint yarn or llama3 scaling for longer texts"))
     tokenizer = _tokenizer(checkpoint, config, problems)
-    return Inspection(path, model, weights, tokenizer, tuple(problems), mtp)
+    once = {problem.what: problem for problem in reversed(problems)}
+    return Inspection(path, model, weights, tokenizer, tuple(reversed(once.values())), mtp)
 
 
 def _partial(part: PartOfIndex, mtp: MtpFacts | None) -> Problem:
@@ -142,11 +153,20 @@ def _partial(part: PartOfIndex, mtp: MtpFacts | None) -> Problem:
     return Problem("error", what, "fetch the checkpoint again")
 
 
-def _config(checkpoint: Checkpoint, problems: list[Problem], mtp: MtpFacts | None) -> ModelConfig | None:
+def _config(
+    checkpoint: Checkpoint, problems: list[Problem], mtp: MtpFacts | None, partial: bool
+) -> CommonConfig | None:
+    """None where there is no whole target to look at, which is no problem when an MTP layer is whole."""
+    is_source = mtp is not None and mtp.convertible
+    if mtp is not None and mtp.whole and mtp.role == "MTP head":
+        problems.append(Problem("note", "an MTP layer without a target", "draft with it, for the target it is of"))
+        return None
+    if is_source and partial:
+        return None
     try:
-        return ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
+        return models.read_config(checkpoint.config, str(checkpoint.path / "config.json"))
     except CheckpointError as error:
-        if mtp is not None and mtp.convertible:
+        if is_source:
             remedy = "take its MTP layer out with specctl convert-mtp, to draft in another engine"
             problems.append(Problem("note", str(error), remedy))
             return None
@@ -154,26 +174,39 @@ def _config(checkpoint: Checkpoint, problems: list[Problem], mtp: MtpFacts | Non
         return None
 
 
-def _model(config: ModelConfig, weights: WeightFacts) -> ModelFacts:
-    main = max(weights.dtypes, key=lambda census: census.bytes)
-    item = main.bytes // main.parameters
+def _model(config: CommonConfig, checkpoint: Checkpoint, weights: WeightFacts) -> ModelFacts:
+    main = getattr(torch, max(weights.dtypes, key=lambda census: census.bytes).dtype)
+    if main not in PLAIN:
+        main = dtype_of(checkpoint.config, str(checkpoint.path / "config.json"))
     rope = config.rope
     scaled = f" x {rope.factor:g} from {rope.original_length}" if rope.kind in ("linear", "yarn", "llama3") else ""
+    kept = models.ARCHITECTURES[config.model_type].kv_layer(config, "target", main)
+    own = _of_deepseek(config) if isinstance(config, models.DeepSeekConfig) else {}
     return ModelFacts(
         family=config.model_type,
         layers=config.num_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
+        kv_heads=config.num_kv_heads if isinstance(config, models.ModelConfig) else config.num_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         context=config.max_length,
         rope=rope.kind + scaled,
         rope_theta=rope.theta,
         tied_head=config.tied,
-        kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * item,
+        kv_bytes_per_token=config.num_layers * kept.bytes_per_slot,
+        **own,
     )
+
+
+def _of_deepseek(config: models.DeepSeekConfig) -> dict[str, int]:
+    routing = config.routing
+    return {
+        "latent": config.kv_rank + config.rotated,
+        "experts": routing.experts,
+        "experts_per_token": routing.chosen,
+    }
 
 
 def _weights(checkpoint: Checkpoint, problems: list[Problem]) -> WeightFacts:
@@ -198,21 +231,21 @@ def _weights(checkpoint: Checkpoint, problems: list[Problem]) -> WeightFacts:
     )
 
 
-def _check_tensors(checkpoint: Checkpoint, config: ModelConfig, problems: list[Problem]) -> None:
+def _check_tensors(checkpoint: Checkpoint, config: CommonConfig) -> list[Problem]:
     """Compare the headers with a skeleton of the model: names and shapes on the meta device, no numbers."""
+    problems: list[Problem] = []
     try:
         skeleton = models.skeleton(checkpoint, config)
+        found, weights = models.weight_names(checkpoint), Weights(checkpoint)
     except CheckpointError as error:
-        problems.append(Problem("error", str(error), "put the checkpoint's own config.json beside its weights"))
-        return
+        return [Problem("error", str(error), "put the checkpoint's own config.json beside its weights")]
     expected = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
-    found = {name for name in checkpoint.names() if not name.endswith(models.IGNORED_SUFFIX)}
     if config.tied and models.HEAD in found:
         found.discard(models.HEAD)
         _check_tied(checkpoint, problems)
-    missing, surplus = sorted(expected.keys() - found), sorted(found - expected.keys())
-    misshapen = [name for name in sorted(expected.keys() & found) if checkpoint.shape(name) != expected[name]]
-    packed = [name for name in sorted(expected.keys() & found) if checkpoint.dtype(name) not in models.PLAIN]
+    missing = sorted(expected.keys() - found)
+    surplus = sorted(found - expected.keys())
+    both = sorted(expected.keys() & found)
     own = f"a {config.model_type} model of {config.num_layers} layers"
     if missing:
         remedy = "fetch the checkpoint again, or save it with all its tensors"
@@ -224,12 +257,20 @@ def _check_tensors(checkpoint: Checkpoint, config: ModelConfig, problems: list[P
         problems.append(
             Problem("error", what, "use a checkpoint of the plain model, or the config that goes with this one")
         )
-    for name in misshapen[:3]:
+    for name in [name for name in both if checkpoint.shape(name) != expected[name]][:3]:
         what = f"tensor {name} has shape {list(checkpoint.shape(name))}, config.json expects {list(expected[name])}"
         problems.append(Problem("error", what, "put the checkpoint's own config.json beside its weights"))
+    return problems + _check_numbers(checkpoint, weights, both)
+
+
+def _check_numbers(checkpoint: Checkpoint, weights: Weights, names: list[str]) -> list[Problem]:
+    packed = [name for name in names if checkpoint.dtype(name) not in (*PLAIN, E4M3)]
+    faults = [fault for name in names if name not in packed and (fault := weights.fault(name))]
+    problems = [Problem("error", fault, "use the checkpoint that was not quantised") for fault in faults[:3]]
     if packed:
         what = f"{_count(packed, 'tensor')} stored as {_name(checkpoint.dtype(packed[0]))}: {_few(packed)}"
         problems.append(Problem("error", what, "use the checkpoint that was not quantised"))
+    return problems
 
 
 def _check_tied(checkpoint: Checkpoint, problems: list[Problem]) -> None:
@@ -243,7 +284,7 @@ def _check_tied(checkpoint: Checkpoint, problems: list[Problem]) -> None:
         problems.append(Problem("error", what, f"set it to false, or save the checkpoint without {models.HEAD}"))
 
 
-def _tokenizer(checkpoint: Checkpoint, config: ModelConfig | None, problems: list[Problem]) -> TokenizerFacts | None:
+def _tokenizer(checkpoint: Checkpoint, config: CommonConfig | None, problems: list[Problem]) -> TokenizerFacts | None:
     try:
         eos_ids(checkpoint.config, checkpoint.generation_config)
         eos_ids(checkpoint.config)
@@ -283,7 +324,7 @@ def _check_template(tokenizer: Tokenizer, problems: list[Problem]) -> None:
 
 
 def _check_tokenizer(
-    facts: TokenizerFacts, by_config: tuple[int, ...], config: ModelConfig | None, problems: list[Problem]
+    facts: TokenizerFacts, by_config: tuple[int, ...], config: CommonConfig | None, problems: list[Problem]
 ) -> None:
     if not facts.stop_ids:
         what = "no file names an end-of-text token, so every answer runs to its longest length"

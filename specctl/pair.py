@@ -15,6 +15,7 @@ from specctl.checkpoint import Checkpoint, dtype_of
 from specctl.digest import tensors_sha
 from specctl.drafts import KINDS, Drafter
 from specctl.drafts.llama import LlamaDrafter
+from specctl.drafts.mtp_checkpoint import Found, find_mtp, is_mtp_alone, load_mtp
 from specctl.drafts.ngram import NgramDrafter
 from specctl.engine.engine import MAX_K, Engine, EngineOptions
 from specctl.engine.scheduler import DraftLength, Policy
@@ -22,7 +23,7 @@ from specctl.errors import CapacityError, CheckpointError, IncompatiblePair, Req
 from specctl.hub import locate
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE
-from specctl.models import FAMILIES, Llama, load
+from specctl.models import ARCHITECTURES, CausalLM, load
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.prompts import Prompt
 from specctl.sampling.params import Accept
@@ -40,7 +41,7 @@ class Target:
 
     name: str
     checkpoint: Checkpoint
-    model: Llama
+    model: CausalLM
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     max_length: int
@@ -72,12 +73,29 @@ class Target:
 
 @dataclass(frozen=True)
 class OpenedDraft:
-    """A draft fit for one target. checkpoint: None for a draft without weights. notices: what the user should know."""
+    """A draft fit for one target. checkpoint: None for a draft without weights. notices: what the user should know.
+    limited: why it drafts no more than it does, if there is a reason."""
 
     name: str
     drafter: Drafter
     checkpoint: Checkpoint | None = None
     notices: list[str] = field(default_factory=list)
+    limited: str | None = None
+
+    @property
+    def limit(self) -> int:
+        """The longest block."""
+        return min(MAX_K, self.drafter.max_k or MAX_K)
+
+    @property
+    def default_k(self) -> int:
+        return self.drafter.depth or DEFAULT_K
+
+    def check_k(self, flag: str, k: int) -> None:
+        """Raises UsageError for a block that is too long for it."""
+        if k > self.limit:
+            why = "" if self.limited is None else f": it {self.limited}"
+            raise UsageError(f"{flag} {k}: {self.name} drafts at most {self.limit} tokens{why}")
 
 
 def open_target(name: str, options: ModelOptions) -> Target:
@@ -106,26 +124,40 @@ def open_draft(name: str, target: Target) -> OpenedDraft:
     if name == "ngram":
         return OpenedDraft(name, NgramDrafter())
     if name == "mtp":
-        raise IncompatiblePair(
-            f"--draft mtp: {target.name} is no model with an MTP layer; expected a directory or ngram"
-        )
+        try:
+            found = find_mtp(target.checkpoint)
+        except CheckpointError as error:
+            raise IncompatiblePair(f"--draft mtp: {error}") from None
+        return _open_mtp(name, found, target)
     checkpoint = Checkpoint(locate(name))
-    if checkpoint.config.get("model_type") not in FAMILIES:
+    if is_mtp_alone(checkpoint.names()):
+        return _open_mtp(name, find_mtp(checkpoint), target)
+    if checkpoint.config.get("model_type") not in ARCHITECTURES:
         raise CheckpointError(
             f"{checkpoint.path / 'config.json'}: model_type {checkpoint.config.get('model_type')!r} is no draft this "
-            f"version can run (kinds: {', '.join(KINDS)}; model types: {', '.join(FAMILIES)})"
+            f"version can run (kinds: {', '.join(KINDS)}; model types: {', '.join(ARCHITECTURES)})"
         )
+    return _open_model(name, checkpoint, target)
+
+
+def _open_mtp(name: str, found: Found, target: Target) -> OpenedDraft:
+    notices: list[str] = []
+    if found.checkpoint is not target.checkpoint and has_tokenizer(found.checkpoint.path):
+        _, notices = _compare_tokenizers(name, found.checkpoint, target)
+    drafter = load_mtp(found, target.model, target.checkpoint, target.device)
+    limited = None
+    if found.count > 1:
+        limited = f"has {found.count} MTP layers, and what a chain over several of them is to read is not known"
+        notices.append(f"{name} {limited}: the first one drafts, one token a step")
+    return OpenedDraft(name, drafter, found.checkpoint, notices, limited)
+
+
+def _open_model(name: str, checkpoint: Checkpoint, target: Target) -> OpenedDraft:
     notices: list[str] = []
     draft_rows, target_rows = checkpoint.config.get("vocab_size"), target.model.config.vocab_size
     shared = min(draft_rows, target_rows) if isinstance(draft_rows, int) else target_rows
     if target.tokenizer is not None and has_tokenizer(checkpoint.path):
-        tokenizer = Tokenizer(checkpoint.path)
-        shared = check_vocabularies(target.tokenizer, tokenizer, target_rows, shared)
-        in_force = eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id)
-        in_config = eos_ids(checkpoint.config), eos_ids(target.checkpoint.config)
-        # Other programs read config.json alone, so a difference there is told even when another file overrules it.
-        if warning := eos_warning(target.eos_ids, in_force) or eos_warning(in_config[1], in_config[0]):
-            notices.append(f"{name}: {warning}")
+        shared, notices = _compare_tokenizers(name, checkpoint, target)
     elif draft_rows != target_rows:
         raise IncompatiblePair(
             f"{name}: has a vocabulary of {draft_rows} and {target.name} one of {target_rows}, and without both "
@@ -137,23 +169,37 @@ def open_draft(name: str, target: Target) -> OpenedDraft:
     return OpenedDraft(name, LlamaDrafter(model, shared), checkpoint, notices)
 
 
+def _compare_tokenizers(name: str, checkpoint: Checkpoint, target: Target) -> tuple[int, list[str]]:
+    """How many ids mean the same to both; notices."""
+    target_rows = target.model.config.vocab_size
+    if target.tokenizer is None:
+        return target_rows, []
+    draft_rows = checkpoint.config.get("vocab_size")
+    tokenizer = Tokenizer(checkpoint.path)
+    shared = min(draft_rows, target_rows) if isinstance(draft_rows, int) else target_rows
+    shared = check_vocabularies(target.tokenizer, tokenizer, target_rows, shared)
+    in_force = eos_ids(checkpoint.config, checkpoint.generation_config, tokenizer.eos_id)
+    in_config = eos_ids(checkpoint.config), eos_ids(target.checkpoint.config)
+    # Other programs read config.json alone, so a difference there is told even when another file overrules it.
+    warning = eos_warning(target.eos_ids, in_force) or eos_warning(in_config[1], in_config[0])
+    return shared, [f"{name}: {warning}"] if warning else []
+
+
 def open_policy(decoding: DecodingOptions, target: Target, draft: OpenedDraft | None) -> tuple[Policy, Accept | None]:
-    """The policy in force and the acceptance it names: --k over POLICY.yaml over the default of 3."""
+    """The policy in force and the acceptance it names: --k over POLICY.yaml over the draft's own depth, or 3."""
     if draft is None:
         for flag, value in (("--k", decoding.k), ("--policy", decoding.policy), ("--accept", decoding.accept)):
             if value:
                 raise UsageError(f"{flag} is given but no --draft; name a draft, or ngram")
         return constant(0), None
-    limit = min(MAX_K, draft.drafter.max_k or MAX_K)
-    if decoding.k is not None and decoding.k > limit:
-        raise UsageError(f"--k {decoding.k}: {draft.name} drafts at most {limit} tokens")
+    if decoding.k is not None:
+        draft.check_k("--k", decoding.k)
     if decoding.policy is None:
         return constant(effective_k(decoding, draft) or 0), decoding.accept
     file = read_policy(decoding.policy)
     shas = [None if c is None else tensors_sha(c) for c in (draft.checkpoint, target.checkpoint)]
     draft.notices.extend(check_bound(file, decoding.policy, draft.drafter.kind, *shas))
-    if file.max_k > limit:
-        raise UsageError(f"{decoding.policy}: k {file.max_k} is more than {draft.name} can draft ({limit})")
+    draft.check_k(f"{decoding.policy}: k", file.max_k)
     accept = decoding.accept
     if accept is None and file.accept.method != "exact":  # exact is the default, which leaves seeded requests coupled
         accept = file.accept.as_accept()
@@ -172,7 +218,7 @@ def effective_k(decoding: DecodingOptions, draft: OpenedDraft | None) -> int | N
     if draft is None:
         return 0
     if decoding.k is None:
-        return DEFAULT_K if decoding.policy is None else None
+        return draft.default_k if decoding.policy is None else None
     return decoding.k
 
 
@@ -183,7 +229,7 @@ def constant(k: int) -> Policy:
 def _from_file(file: PolicyFile) -> Policy:
     def policy(batch: int, context: float) -> DraftLength:
         cell = file.lookup(batch, context)
-        return DraftLength(cell.k, cell.confidence)
+        return DraftLength(cell.k, cell.confidence, detach=file.at_k0 == "detach")
 
     return policy
 

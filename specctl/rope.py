@@ -82,6 +82,12 @@ class RopeConfig:
         """The longest text the rotation is the same for in one shot and step by step; None when there is no limit."""
         return self.original_length if self.kind == "dynamic" else None
 
+    @property
+    def score_scale(self) -> float:
+        """What DeepSeek multiplies attention scores by, beside the root of the head dim (mscale_all_dim)."""
+        scaled = self.kind != "default" and self.mscale_all_dim != 0
+        return _mscale(self, self.mscale_all_dim) ** 2 if scaled else 1.0
+
 
 def _parameters(config: Mapping[str, Any], where: str) -> Keys:
     """The object that describes the rotation, whichever of its two names it goes by."""
@@ -104,21 +110,28 @@ def _default_factor(kind: str, ratio: float) -> float | None:
 
 
 class Rope:
-    """The frequencies of one config, and cos / sin for given positions."""
+    """The frequencies of one config, and cos / sin for given positions.
 
-    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+    interleaved: for `rotate_pairs`, whose pairs are neighbours, in place of `rotate`.
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int, interleaved: bool = False) -> None:
+        self._interleaved = interleaved
         with torch.device("cpu"):  # also when the model around it is being built on the meta device
             self._inv_freq_F, self._scale = _frequencies(config, head_dim)
 
     def cos_sin(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every row's angles, both [T, 1, H] so that they broadcast over heads; the first half of sin is
-        negated, as `rotate` wants it."""
+        """cos and sin of every row's angles, both [T, 1, H] so that they broadcast over heads; sin is negated for the
+        first of every pair, as `rotate` and `rotate_pairs` want it."""
         if self._inv_freq_F.device != position_T.device:
             self._inv_freq_F = self._inv_freq_F.to(position_T.device)
         angle_TF = position_T[:, None].float() * self._inv_freq_F
         cos_TF, sin_TF = angle_TF.cos() * self._scale, angle_TF.sin() * self._scale
-        cos_T1H, sin_T1H = torch.cat((cos_TF, cos_TF), dim=-1)[:, None], torch.cat((-sin_TF, sin_TF), dim=-1)[:, None]
-        return cos_T1H.to(dtype), sin_T1H.to(dtype)
+        if self._interleaved:
+            cos_TH, sin_TH = (torch.stack(pair, dim=-1).flatten(1) for pair in ((cos_TF, cos_TF), (-sin_TF, sin_TF)))
+        else:
+            cos_TH, sin_TH = torch.cat((cos_TF, cos_TF), dim=-1), torch.cat((-sin_TF, sin_TF), dim=-1)
+        return cos_TH[:, None].to(dtype), sin_TH[:, None].to(dtype)
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
@@ -126,6 +139,12 @@ def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
 
     The sign comes with the sine, so that the halves are only swapped."""
     return x_TNH * cos_T1H + x_TNH.roll(x_TNH.shape[-1] // 2, -1) * sin_T1H
+
+
+def rotate_pairs(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """The same for the pairs (x[2 i], x[2 i + 1])."""
+    swapped_TNH = x_TNH.reshape(*x_TNH.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    return x_TNH * cos_T1H + swapped_TNH * sin_T1H
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -171,11 +190,12 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_scale(config: RopeConfig) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
-
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return mscale(config.mscale) / mscale(config.mscale_all_dim)
-    return mscale(1.0)
+        return _mscale(config, config.mscale) / _mscale(config, config.mscale_all_dim)
+    return _mscale(config, 1.0)
+
+
+def _mscale(config: RopeConfig, weight: float) -> float:
+    return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0

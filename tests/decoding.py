@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from specctl.checkpoint import Checkpoint
 from specctl.drafts import Drafter
 from specctl.drafts.llama import LlamaDrafter
+from specctl.drafts.mtp import MtpDrafter
+from specctl.drafts.mtp_checkpoint import find_mtp, load_mtp
 from specctl.engine.engine import Engine, EngineOptions
 from specctl.engine.scheduler import DraftLength, Policy
 from specctl.engine.sequence import Sequence
-from specctl.models import Llama, load
+from specctl.models import CausalLM, load
 from specctl.sampling.params import SamplingParams
 from specctl.text.tokenizer import Tokenizer
 
@@ -26,7 +28,7 @@ FAULT = 1e-12  # a wrong one must come out below this
 
 
 @cache
-def model(path: Path, dtype: torch.dtype = torch.float64) -> Llama:
+def model(path: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
     """The model of a checkpoint that never changes, loaded once."""
     return load(Checkpoint(path), dtype, torch.device("cpu"))
 
@@ -42,8 +44,15 @@ def llama_draft(path: Path, dtype: torch.dtype = torch.float64) -> LlamaDrafter:
     return LlamaDrafter(loaded, loaded.config.vocab_size)
 
 
+def mtp_draft(path: Path, target: Path | None = None, dtype: torch.dtype = torch.float64) -> MtpDrafter:
+    """The MTP layer in `path`, beside the target's model, or the model in `path` itself."""
+    original = Checkpoint(target or path)
+    found = find_mtp(original if target is None else Checkpoint(path))
+    return load_mtp(found, model(target or path, dtype), original, torch.device("cpu"))
+
+
 def engine(
-    target: Llama,
+    target: CausalLM,
     drafter: Drafter | None = None,
     policy: int | Policy = 0,
     *,
@@ -70,7 +79,8 @@ def all_back(e: Engine) -> bool:
 
 @cache
 def _reference_model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    # The grouped experts of transformers know no float64.
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
 
 
 @cache

@@ -15,13 +15,13 @@ from specctl.attention.torch import TorchAttention
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE
-from specctl.models import Llama
+from specctl.models import CausalLM
 
 
 class Paged:
     """A model with a cache of its own. Pages are dealt in random order, so that a text's pages lie anywhere."""
 
-    def __init__(self, model: Llama, num_pages: int = 64, seed: int = 0) -> None:
+    def __init__(self, model: CausalLM, num_pages: int = 64, seed: int = 0) -> None:
         self.model = model
         self._cache = KVCache(model.kv_layers("target"), num_pages)
         self._attn = TorchAttention(self._cache, "target")

@@ -6,16 +6,15 @@ transformers knows the layer by its number in the published models, so the targe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import Run
 from fixtures import Make
 from test_convert_mtp import in_bfloat16, read
 from tiny_deepseek import deepseek, write
+from transformers_mtp import propose
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 61,
@@ -27,37 +26,15 @@ SMALL: dict[str, Any] = {
     "kv_lora_rank": 16,
     "first_k_dense_replace": 58,
 }
-PROMPT = [[5, 17, 40, 3]]
+PROMPT = [5, 17, 40, 3]
 
 Drafts = tuple[list[int], list[list[int]]]
 
 
-@pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Drafts]:
+def drafts(path: Path) -> Drafts:
     """The tokens that a checkpoint generates and those that its MTP layer proposed on the way."""
-    from transformers import AutoModelForCausalLM
-    from transformers.generation.candidate_generator import MTPCandidateGenerator
-
-    proposed: list[list[int]] = []
-    propose = MTPCandidateGenerator.get_candidates
-
-    def record(self: Any, input_ids: torch.Tensor, *args: Any, **more: Any) -> Any:
-        ids, logits = propose(self, input_ids, *args, **more)
-        proposed.append(ids[0, input_ids.shape[1] :].tolist())
-        return ids, logits
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
-
-    def generate(path: Path) -> Drafts:
-        proposed.clear()
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        with torch.no_grad():
-            ids = model.generate(
-                torch.tensor(PROMPT), max_new_tokens=24, do_sample=False, use_mtp=True, eos_token_id=None
-            )
-        return ids[0].tolist(), [found for found in proposed if found]
-
-    return generate
+    text, found = propose(path, PROMPT, 24)
+    return text, [tokens for _, tokens in found]
 
 
 def lost(source: Path, path: Path) -> Path:
@@ -69,7 +46,7 @@ def lost(source: Path, path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_same_drafts(run: Run, make: Make, tmp_path: Path, drafts: Callable[[Path], Drafts]) -> None:
+def test_the_same_drafts(run: Run, make: Make, tmp_path: Path) -> None:
     whole = make(deepseek, **SMALL)
     expected = drafts(whole)
     assert len(expected[1]) > 10
@@ -88,7 +65,7 @@ def test_the_same_drafts(run: Run, make: Make, tmp_path: Path, drafts: Callable[
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_fp8_is_multiplied_out_for_it(run: Run, make: Make, tmp_path: Path, drafts: Callable[[Path], Drafts]) -> None:
+def test_fp8_is_multiplied_out_for_it(run: Run, make: Make, tmp_path: Path) -> None:
     """transformers reads a layer's FP8 numbers without their scales and says nothing, so they must not get there."""
     donor, plain = make(deepseek, fp8=True, **SMALL), make(deepseek, **SMALL)
     target = lost(plain, tmp_path / "t")

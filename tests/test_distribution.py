@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_mtp
 import torch
-from decoding import ALPHA, FAULT, all_back, chi_square, engine, model
+from decoding import ALPHA, FAULT, all_back, chi_square, engine, model, mtp_draft
 from fixtures import Make
 from torch import Tensor
 
@@ -69,7 +70,10 @@ SCENARIOS = {
     "exact, argmax draft": Scenario("argmax", {}, GOOD),
     "exact, ngram": Scenario("ngram", {}, GOOD),
     "exact, confidence stop": Scenario("confident", {}, GOOD),
+    "exact, mtp": Scenario("mtp", {}, GOOD),
+    "exact, bad mtp": Scenario("mtp", {}, BAD),
     "coupled": Scenario("sampled", {"seeded": True}, GOOD),
+    "coupled, mtp": Scenario("mtp", {"seeded": True}, GOOD),
     "coupled, bad draft, cool, top-k": Scenario("sampled", {"temperature": 0.7, "top_k": 3, "seeded": True}, BAD),
     "coupled, ngram": Scenario("ngram", {"seeded": True}, GOOD),
 }
@@ -110,7 +114,14 @@ def table(make: Make, rows: Rows) -> Any:
     return make(tiny.table, rows=full, vocab=V, max_position_embeddings=128, tokenizer=False)
 
 
+def with_mtp(make: Make, rows: Rows) -> Any:
+    """The target with an MTP layer that says what the rows say."""
+    return make(tiny_mtp.table, of=table(make, TARGET), draft=table(make, rows))
+
+
 def drafter(make: Make, scenario: Scenario) -> Drafter:
+    if scenario.draft == "mtp":
+        return mtp_draft(with_mtp(make, scenario.rows))
     draft = model(table(make, scenario.rows))
     kinds: dict[str, Callable[[], Drafter]] = {
         "ngram": NgramDrafter,
@@ -124,7 +135,7 @@ def drafter(make: Make, scenario: Scenario) -> Drafter:
 def build(make: Make, scenario: Scenario, seed: int = 1) -> Engine:
     stop = 0.35 if scenario.draft == "confident" else None
     return engine(
-        model(table(make, TARGET)),
+        model(with_mtp(make, scenario.rows) if scenario.draft == "mtp" else table(make, TARGET)),
         drafter(make, scenario),
         lambda batch, context: DraftLength(scenario.k, stop),
         pages=SEQUENCES * 8,

@@ -25,7 +25,7 @@ from specctl.engine.sequence import Sequence, Status
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE
-from specctl.models import Hidden, Llama
+from specctl.models import CausalLM, Hidden
 from specctl.sampling.params import SamplingParams
 
 LENGTHS = (15, 16, 17, 31, 32, 33, 1, 5)  # around the ends of pages
@@ -41,9 +41,9 @@ def prompt(index: int, length: int) -> tuple[int, ...]:
 PROMPTS = [prompt(i, length) for i, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module")
-def target(make: Make) -> Any:
-    return make(tiny.llama, seed=1)
+@pytest.fixture(scope="module", params=[tiny.llama, tiny.deepseek], ids=["llama", "deepseek"])
+def target(make: Make, request: pytest.FixtureRequest) -> Any:
+    return make(request.param, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_draft_that_is_the_target_is_always_right(target: Any, params: dict[st
 # The draft's cache
 
 
-def one_shot(draft: Llama, tokens: list[int]) -> tuple[list[tuple[torch.Tensor, ...]], torch.Tensor]:
+def one_shot(draft: CausalLM, tokens: list[int]) -> tuple[list[tuple[torch.Tensor, ...]], torch.Tensor]:
     """Keys and values of every layer, and the logits after the last token, from a single pass in a cache of its own."""
     pages = list(range(1, 2 + len(tokens) // PAGE_SIZE))
     cache = KVCache(draft.kv_layers("draft"), len(pages) + 1)
@@ -122,7 +122,7 @@ def one_shot(draft: Llama, tokens: list[int]) -> tuple[list[tuple[torch.Tensor, 
     return [tuple(t[1:].flatten(0, 1) for t in cache.layer("draft", i)) for i in range(len(cache.layers))], logits[0]
 
 
-def assert_as_one_shot(e: Engine, owner: str, m: Llama, s: Sequence, count: int) -> torch.Tensor:
+def assert_as_one_shot(e: Engine, owner: str, m: CausalLM, s: Sequence, count: int) -> torch.Tensor:
     """The first `count` slots of a sequence are those of a single pass; its logits."""
     layers, logits = one_shot(m, s.tokens(0, count))
     slots = torch.tensor([s.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(count)])
@@ -155,7 +155,7 @@ def test_caches_built_step_by_step_are_those_of_a_single_pass(
             assert_as_one_shot(e, "target", e.target, s, s.cached)
             logits = assert_as_one_shot(e, "draft", draft.model, s, s.draft_cached) if s.draft_cached else None
             if logits is not None and s.draft_cached == len(s):
-                torch.testing.assert_close(e._carry[s.lane], logits, rtol=0, atol=1e-9)
+                torch.testing.assert_close(e.carry[s.lane], logits, rtol=0, atol=1e-9)
                 checked += 1
             lagging += s.status is Status.DECODING and s.draft_cached < len(s)
     assert checked > 40
@@ -170,7 +170,7 @@ def test_caches_built_step_by_step_are_those_of_a_single_pass(
 class CountingDrafter(LlamaDrafter):
     """Notes how many rows of each sequence its passes after the target's take."""
 
-    def __init__(self, model: Llama, vocab_size: int) -> None:
+    def __init__(self, model: CausalLM, vocab_size: int) -> None:
         super().__init__(model, vocab_size)
         self.rows: list[list[int]] = []
 

@@ -27,9 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(make: Make) -> Any:
-    return make(tiny.llama, seed=1)
+@pytest.fixture(scope="module", params=[tiny.llama, tiny.deepseek], ids=["llama", "deepseek"])
+def target(make: Make, request: pytest.FixtureRequest) -> Any:
+    return make(request.param, seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,10 @@ class Storm:
                     self.compared += 1
 
 
-@pytest.fixture(scope="module")
-def target(make: Make) -> Any:
+@pytest.fixture(scope="module", params=["llama", "deepseek"])
+def target(make: Make, request: pytest.FixtureRequest) -> Any:
+    if request.param == "deepseek":
+        return make(tiny.deepseek, seed=1, num_hidden_layers=1, first_k_dense_replace=0)
     return make(tiny.llama, seed=1, num_hidden_layers=1)
 
 

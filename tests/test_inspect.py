@@ -63,6 +63,9 @@ def test_facts(run: Run, make: Make) -> None:
         "rope_theta": 10000.0,
         "tied_head": False,
         "kv_bytes_per_token": 2 * 2 * 2 * 8 * 4,
+        "latent": None,
+        "experts": None,
+        "experts_per_token": None,
     }
     parameters = sum(tensor.numel() for tensor in tensors.values())
     census = {"dtype": "float32", "tensors": len(tensors), "parameters": parameters, "bytes": 4 * parameters}

@@ -18,7 +18,10 @@ def test_facts(run: Run, make: Make) -> None:
     ran = run("inspect", make(deepseek, fp8=True), "--json")
     assert ran.code == 0
     found = json.loads(ran.out)
-    assert (found["servable"], found["model"]) == (False, None)
+    assert found["servable"]
+    model = found["model"]
+    assert (model["family"], model["latent"], model["experts"], model["experts_per_token"]) == ("deepseek_v3", 72, 4, 2)
+    assert model["kv_bytes_per_token"] == 2 * 72 * 2, "two layers, in the bfloat16 that the config names"
     mtp = found["mtp"]
     assert (mtp["family"], mtp["role"], mtp["dialect"]) == ("deepseek_v3", "target with MTP", "deepseek")
     assert (mtp["claimed"], mtp["found"], mtp["quantisation"]) == (1, [2], "fp8 in blocks of 128 x 128")
@@ -27,7 +30,12 @@ def test_facts(run: Run, make: Make) -> None:
     assert layer["copies"] == {"embed_tokens.weight": "equal", "shared_head.head.weight": "equal"}
     assert layer["whole"]
     text = run("inspect", make(deepseek, fp8=True)).out
-    for words in ("layers claimed: 1, found: 2", "20 float8_e4m3fn", "embed_tokens.weight: equal", "can be converted"):
+    for words in (
+        "layers claimed: 1, found: 2",
+        "20 float8_e4m3fn",
+        "embed_tokens.weight: equal",
+        "can be served; its MTP",
+    ):
         assert words in text
 
 
@@ -37,7 +45,9 @@ def test_a_head_by_itself(run: Run, make: Make, tmp_path: Path, to: str, number:
     assert run("convert-mtp", source, tmp_path / "o", "--to", to).code == 0
     ran = run("inspect", tmp_path / "o", "--json")
     assert ran.code == 0
-    mtp = json.loads(ran.out)["mtp"]
+    found = json.loads(ran.out)
+    assert (found["servable"], found["model"]) == (False, None)
+    mtp = found["mtp"]
     assert (mtp["role"], mtp["found"]) == ("MTP head", [number])
     assert mtp["dialect"] == ("sglang" if to == "sglang" else "deepseek")
     assert mtp["quantisation"].endswith("ue8m0")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specctl.checkpoint import Checkpoint
 from specctl.kv.batch import Span
 from specctl.layers import Purpose
-from specctl.models import Llama, load
+from specctl.models import CausalLM, load
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 96
@@ -104,7 +104,7 @@ def write(path: Path, case: Mapping[str, Any], dtype: torch.dtype = torch.float6
     )
 
 
-def ours(path: Path, dtype: torch.dtype = torch.float64, purpose: Purpose = "serve") -> Llama:
+def ours(path: Path, dtype: torch.dtype = torch.float64, purpose: Purpose = "serve") -> CausalLM:
     return load(Checkpoint(path), dtype, CPU, purpose)
 
 

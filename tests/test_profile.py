@@ -7,7 +7,6 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from specctl.checkpoint import Checkpoint
 from specctl.digest import tensors_sha
 from specctl.drafts import Draft, OneHot
 from specctl.drafts.ngram import NgramDrafter
+from specctl.engine.scheduler import DraftLength
 from specctl.errors import UsageError
 from specctl.kv.batch import Batch, Span
 from specctl.options import ModelOptions
@@ -225,7 +225,7 @@ def test_the_engines_part_is_what_its_passes_do_not_take(
     steps: list[int] = []
 
     def engine_step(engine: Any, dial: Any, k: int, device: Any) -> float:
-        dial.policy = lambda batch, context: SimpleNamespace(k=k, min_confidence=None)
+        dial.policy = lambda batch, context: DraftLength(k)
         engine.step()
         steps.append(k)
         return 100.0 + (2 + 0.5 * k if k else 1.0)

@@ -123,12 +123,41 @@ def test_every_part_of_a_step_is_charged(tune: Tune) -> None:
     assert (places(told(tune(value, 0.5, "--json", "--force")))[1]["c"], found[1]["v"]) == pytest.approx((0.2, 1.2))
 
 
-def test_a_draft_that_must_follow_costs_something_at_k_0(tune: Tune) -> None:
-    """Its q = 1 follow pass is charged when nothing is drafted, and the block's pass is a draft step."""
-    value = profile({1: [10, 30]}, {1: 2.0}, draft_follow=[cell(1, 1, 1.0)])
-    found = by_k(places(told(tune(value, 0.5, "--json")))[1])
+def test_a_draft_that_must_follow_costs_something_at_k_0(tune: Tune, tmp_path: Path) -> None:
+    """Its q = 1 follow pass is charged when nothing is drafted, and the block's pass is a draft step. At batch 2 blocks
+    pay, so that the draft is not given up at batch 1."""
+    follow = [cell(1, 1, 1.0), cell(2, 1, 1.0)]
+    value = profile({1: [10, 30], 2: [10, 11]}, {1: 2.0, 2: 0.5}, draft_follow=follow)
+    ran = tune(value, 0.5, "--json")
+    found = by_k(places(told(ran))[1])
     assert (found[0]["step_ms"], found[1]["step_ms"]) == pytest.approx((11, 32))
     assert found[0]["speedup"][1] == pytest.approx(10 / 11)  # plain decoding without it would be faster still
+    policy = read_policy(tmp_path / "Y.yaml")
+    assert (policy.at_k0, [each.k for each in policy.k]) == ("follow", [0, 1])
+    assert "at K = 0 the draft follows every step, which is 10% of a plain step at batch 1" in ran.err
+
+
+def test_a_draft_that_never_pays_is_given_up(tune: Tune, tmp_path: Path) -> None:
+    """Even where a block is better than following for nothing."""
+    value = profile({1: [10, 10]}, {1: 2.0}, draft_follow=[cell(1, 1, 6.0), cell(1, 2, 6.0)])
+    ran = tune(value, 0.5, "--json")
+    place = places(told(ran))[1]
+    assert (place["k"], by_k(place)[0]["step_ms"], by_k(place)[1]["step_ms"]) == (0, 10, 16)
+    policy = read_policy(tmp_path / "Y.yaml")
+    assert (policy.at_k0, [each.k for each in policy.k]) == ("detach", [0])
+    assert "no block pays anywhere, so the draft is given up" in ran.err
+    assert tune(profile({1: [10, 30]}, {1: 2.0}), 0.5, "--force").code == 0
+    assert read_policy(tmp_path / "Y.yaml").at_k0 == "follow"  # one that lags costs nothing at K = 0
+
+
+def test_a_draft_follows_a_block_by_as_many_rows_as_it_has(tune: Tune) -> None:
+    """Blocks of one, two and three tokens; with a stop they are shorter, and so is what follows them."""
+    follow = [cell(1, q, float(q)) for q in range(1, 5)]
+    value = profile({1: [10, 10, 10, 10]}, {1: 1.0}, draft_follow=follow)
+    found = by_k(places(told(tune(value, 0.9, "--json")))[1])
+    assert [found[k]["step_ms"] for k in range(4)] == pytest.approx([11, 12, 14, 16])
+    times = costs(value).at(1, 1024, 3, 0)
+    assert [float(times.drafting_S(3, longest)[0]) for longest in range(4)] == pytest.approx([11, 13, 15, 16])
 
 
 def test_between_cells_costs_are_linear_and_beyond_them_constant() -> None:

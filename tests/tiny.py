@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tiny_deepseek
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -100,6 +101,31 @@ def llama(
     return write(path, config, tensors, shards=shards, tokenizer=tokenizer)
 
 
+def deepseek(
+    path: Path,
+    *,
+    seed: int = 0,
+    model_type: str = "deepseek_v3",
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    tokenizer: bool = True,
+    **config_overrides: Any,
+) -> Path:
+    """A random DeepSeek V2 or V3 whose attention works, whose experts differ and whose greedy text is diverse; without
+    an MTP layer unless num_nextn_predict_layers says so. Any key of config.json can be given; ABSENT leaves one out."""
+    config = deepseek_config(model_type, dtype) | config_overrides
+    generator = torch.Generator().manual_seed(seed)
+    names = tiny_deepseek.shapes({"num_nextn_predict_layers": 0, "n_shared_experts": 0} | config)
+    if model_type == "deepseek_v2":
+        names = {name: shape for name, shape in names.items() if not name.endswith("correction_bias")}
+    tensors = {name: _random(name, shape, generator).to(dtype) for name, shape in names.items()}
+    for name in tensors:
+        if name.endswith("correction_bias"):
+            tensors[name] = tensors[name].float()
+    config = {key: value for key, value in config.items() if value is not ABSENT}
+    return write(path, config, tensors, shards=shards, tokenizer=tokenizer)
+
+
 def near(path: Path, *, of: Path, noise: float = 0.02, seed: int = 7) -> Path:
     """The same model with noise on its matrices, `noise` times the deviation of each: a draft that is often right."""
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +134,7 @@ def near(path: Path, *, of: Path, noise: float = 0.02, seed: int = 7) -> Path:
         if tensor.dim() > 1:
             error = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * tensor.double().std() * noise
             tensors[name] = (tensor.double() + error).to(tensor.dtype)
-    return _derive(path, of, config, tensors)
+    return derive(path, of, config, tensors)
 
 
 def table(path: Path, rows: Rows, *, vocab: int = VOCAB, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
@@ -164,7 +190,7 @@ def padded(path: Path, *, of: Path, rows: int = 272) -> Path:
     sign[::2] = -1  # one of the two signs is above everything, whatever the hidden state is
     tensors["model.embed_tokens.weight"] = torch.cat([embedding, embedding[:more]])
     tensors["lm_head.weight"] = torch.cat([head, sign * 1000 * torch.ones_like(head[:more])])
-    return _derive(path, of, config | {"vocab_size": rows}, tensors)
+    return derive(path, of, config | {"vocab_size": rows}, tensors)
 
 
 def few_layers(path: Path, *, of: Path, layers: Sequence[int]) -> Path:
@@ -176,7 +202,7 @@ def few_layers(path: Path, *, of: Path, layers: Sequence[int]) -> Path:
         for name, tensor in tensors.items():
             if name.startswith(prefix):
                 kept[f"model.layers.{index}.{name.removeprefix(prefix)}"] = tensor
-    return _derive(path, of, config | {"num_hidden_layers": len(layers)}, kept)
+    return derive(path, of, config | {"num_hidden_layers": len(layers)}, kept)
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -263,17 +289,68 @@ def base_config(model_type: str = "llama", dtype: torch.dtype = torch.float32) -
     return config
 
 
+def deepseek_config(model_type: str = "deepseek_v3", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The config.json that deepseek() starts from: of V3 (also R1 and V3.1), or of V2-Lite."""
+    config: dict[str, Any] = {
+        "architectures": [f"Deepseek{model_type.removeprefix('deepseek_').upper()}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+        "bos_token_id": BOS,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if model_type == "deepseek_v2":
+        routing = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax"}
+        routing |= {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
+        config["rope_scaling"] |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+        return config | routing | {"q_lora_rank": None}
+    routing = {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return config | routing | {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+
+
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     if name.endswith("norm.weight"):
         return 1 + 0.1 * noise
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "correction_bias")):
         return 0.3 * noise
     # Far above the usual 0.02: small weights would leave the embedding alone in the residual, and the model an echo.
     return noise if name == "model.embed_tokens.weight" else 3.4 / math.sqrt(shape[1]) * noise
 
 
-def _derive(path: Path, of: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+def derive(path: Path, of: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     write(path, config, tensors, tokenizer=False)
     for file in of.iterdir():
         if not re.search(r"config\.json$|safetensors", file.name) or file.name == "tokenizer_config.json":

@@ -302,7 +302,8 @@ def _moe(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for index in range(experts):
         found |= _gated(f"mlp.experts.{index}", hidden, width)
-    return found | _gated("mlp.shared_experts", hidden, width * config["n_shared_experts"])
+    shared = config["n_shared_experts"]
+    return found | (_gated("mlp.shared_experts", hidden, width * shared) if shared else {})
 
 
 def _gated(name: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:

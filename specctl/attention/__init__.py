@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specctl.attention.latent import LatentRows
 from specctl.errors import UsageError
 from specctl.kv.batch import Batch
 from specctl.kv.cache import KVCache
@@ -31,6 +32,9 @@ class AttentionBackend(Protocol):
 
         N query heads, G key-value heads (N a multiple of G), H head dimension; scores are scaled by H ** -0.5.
         """
+
+    def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
+        """The same for a layer that keeps latents: write `rows` to the batch's slots, attend, return [T, N, V]."""
 
 
 def choose(name: str, cache: KVCache, owner: str, device: torch.device) -> AttentionBackend:

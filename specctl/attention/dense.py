@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specctl.attention.latent import LatentRows
 from specctl.kv.batch import Batch
 
 
@@ -30,9 +31,16 @@ class DenseAttention:
         parts = [_attend(*rows) for rows in zip(*by_example, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
+        """The plain form."""
+        k_TNH, v_TNV = rows.up.expand(rows.kept_TE)
+        by_example = (torch.split(x, self._num_rows) for x in (rows.q_TNH, k_TNH, v_TNV))
+        parts = [_attend(q, k, v, rows.scale) for q, k, v in zip(*by_example, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-def _attend(q_QNH: Tensor, k_QGH: Tensor, v_QGH: Tensor) -> Tensor:
+
+def _attend(q_QNH: Tensor, k_QGH: Tensor, v_QGH: Tensor, scale: float | None = None) -> Tensor:
     q_NQH, k_GQH, v_GQH = (x.transpose(0, 1)[None] for x in (q_QNH, k_QGH, v_QGH))
     grouped = q_QNH.shape[1] != k_QGH.shape[1]
-    out_NQH = scaled_dot_product_attention(q_NQH, k_GQH, v_GQH, is_causal=True, enable_gqa=grouped)
+    out_NQH = scaled_dot_product_attention(q_NQH, k_GQH, v_GQH, is_causal=True, enable_gqa=grouped, scale=scale)
     return out_NQH[0].transpose(0, 1)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from specctl.attention.latent import LatentRows
 from specctl.errors import MissingDependency, UsageError
 from specctl.kv.batch import Batch
 from specctl.kv.cache import KVCache
@@ -125,6 +126,9 @@ class FlashInferAttention:
             self._planned = self._plan(self._batch)
         out_TNH: Tensor = self._planned.run(q_TNH.contiguous(), (k_cache, v_cache))
         return out_TNH
+
+    def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
+        raise AssertionError("layers that keep latents are refused")
 
     def _plan(self, batch: Batch) -> Any:
         """The wrapper planned for `batch`. Every tensor here is on the host: one on the device would be waited for."""

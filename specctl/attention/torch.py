@@ -1,6 +1,7 @@
 """Paged attention in plain torch: the definition the other backends are held to, and the backend of the CPU.
 
-Legend: T rows, Q rows and S slots of one sequence, N query heads, G key-value heads, R = N / G, H head dim.
+Legend: T rows, Q rows and S slots of one sequence, N query heads, G key-value heads, R = N / G, H head dim. For latents
+E and V are as in attention.latent.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specctl.attention.latent import LatentRows
 from specctl.kv.batch import Batch
 from specctl.kv.cache import KVCache
 
@@ -57,6 +59,45 @@ class TorchAttention:
         parts = [_attend(q_TNH[w.rows], k_SGH[w.slots], v_SGH[w.slots], w.sees_QS) for w in self._windows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
+        """Every sequence in the form that costs less for its number of rows."""
+        (kept_SE,) = self._layer(layer)
+        kept_SE.index_copy_(0, self._slot_T, rows.kept_TE)
+        many = [w.rows.stop - w.rows.start >= rows.up.rows_to_expand for w in self._windows]
+        if not any(many):
+            return self._absorbed(self._windows, rows, kept_SE)
+        few = [w for w, is_many in zip(self._windows, many, strict=True) if not is_many]
+        absorbed = self._absorbed(few, rows, kept_SE) if few else rows.kept_TE[:0]
+        pieces = iter(torch.split(absorbed, [w.rows.stop - w.rows.start for w in few]))
+        parts = [
+            self._expanded(w, rows, kept_SE) if is_many else next(pieces)
+            for w, is_many in zip(self._windows, many, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _expanded(self, w: _Window, rows: LatentRows, kept_SE: Tensor) -> Tensor:
+        k_SNH, v_SNV = rows.up.expand(kept_SE[w.slots])
+        q_NQH, k_NSH, v_NSV = (x.transpose(0, 1)[None] for x in (rows.q_TNH[w.rows], k_SNH, v_SNV))
+        out_NQV = scaled_dot_product_attention(q_NQH, k_NSH, v_NSV, attn_mask=w.sees_QS, scale=rows.scale)
+        return out_NQV[0].transpose(0, 1)
+
+    def _absorbed(self, windows: list[_Window], rows: LatentRows, kept_SE: Tensor) -> Tensor:
+        """[rows of the windows, N, V]. The matrices that queries and sums go through are read once for all windows."""
+        q_TNH = rows.q_TNH
+        if len(windows) < len(self._windows):
+            q_TNH = torch.cat([q_TNH[w.rows] for w in windows])
+        q_TNE = rows.up.absorb(q_TNH)
+        if len(windows) == 1:
+            out_TNE = _attend_latent(q_TNE, kept_SE[windows[0].slots], windows[0].sees_QS, rows.scale)
+        else:
+            q_QNEs = torch.split(q_TNE, [w.rows.stop - w.rows.start for w in windows])
+            parts = [
+                _attend_latent(q_QNE, kept_SE[w.slots], w.sees_QS, rows.scale)
+                for w, q_QNE in zip(windows, q_QNEs, strict=True)
+            ]
+            out_TNE = torch.cat(parts)
+        return rows.up.values(out_TNE)
+
     def _layer(self, layer: int) -> tuple[Tensor, ...]:
         """The layer's tensors by slot, [pages * page_size, G, H]."""
         if layer not in self._flat:
@@ -86,3 +127,11 @@ def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, sees_QS: Tensor | None)
     mask_MS = None if sees_QS is None else sees_QS.repeat(per_group, 1)
     out_GMH = scaled_dot_product_attention(q_GMH, k_GSH, v_GSH, attn_mask=mask_MS)[0]
     return out_GMH.view(groups, per_group, num_rows, dim).permute(2, 0, 1, 3).reshape(num_rows, heads, dim)
+
+
+def _attend_latent(q_QNE: Tensor, kept_SE: Tensor, sees_QS: Tensor | None, scale: float) -> Tensor:
+    """Sums of what one sequence keeps, [Q, N, E]. To all heads it is one key and one value, so heads are rows here."""
+    num_rows, heads, width = q_QNE.shape
+    q_ME, kept = q_QNE.reshape(1, 1, num_rows * heads, width), kept_SE[None, None]
+    mask_MS = None if sees_QS is None else sees_QS.repeat_interleave(heads, dim=0)
+    return scaled_dot_product_attention(q_ME, kept, kept, attn_mask=mask_MS, scale=scale).view(num_rows, heads, width)

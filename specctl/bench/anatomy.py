@@ -7,7 +7,7 @@ itself knows nothing of it. Timing each part costs something too, so parts add u
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from specctl.attention import AttentionBackend
+from specctl.attention.latent import LatentRows
 from specctl.bench.clock import now
 from specctl.bench.contest import Tally
 from specctl.bench.passes import BareModel, rows_after
 from specctl.bench.runners import EngineRunner
 from specctl.engine.stats import PHASES
 from specctl.kv.batch import Batch
-from specctl.models import Llama
+from specctl.models import CausalLM
 from specctl.pair import Target
 
 PARTS = ("embedding", "norms", "qkv", "attention", "o", "mlp", "head", "rest")
@@ -33,6 +34,10 @@ _PART_OF = {
     "k_proj": "qkv",
     "v_proj": "qkv",
     "_qkv": "qkv",
+    "q_a_proj": "qkv",
+    "q_b_proj": "qkv",
+    "kv_a_proj_with_mqa": "qkv",
+    "_first": "qkv",
     "o_proj": "o",
     "mlp": "mlp",
     "lm_head": "head",
@@ -94,10 +99,16 @@ class _TimedAttention:
         self._inner.plan(batch)
 
     def attend(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        return self._timed(lambda: self._inner.attend(layer, q_TNH, k_TGH, v_TGH))
+
+    def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
+        return self._timed(lambda: self._inner.attend_latent(layer, rows))
+
+    def _timed(self, attend: Callable[[], Tensor]) -> Tensor:
         start = now(self._watch.device)
-        out_TNH = self._inner.attend(layer, q_TNH, k_TGH, v_TGH)
+        out = attend()
         self._watch.add("attention", now(self._watch.device) - start)
-        return out_TNH
+        return out
 
 
 def _parts(target: Target, num_rows: int, batch: int, context: int) -> dict[str, float]:
@@ -119,7 +130,7 @@ def _parts(target: Target, num_rows: int, batch: int, context: int) -> dict[str,
 
 
 @contextmanager
-def _watched(model: Llama, watch: _Stopwatch) -> Iterator[None]:
+def _watched(model: CausalLM, watch: _Stopwatch) -> Iterator[None]:
     handles: list[Any] = []
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]

@@ -107,6 +107,9 @@ def transformers_runners(
     model = _load(target.checkpoint, target)
     runners = [TransformersRunner("transformers", 0, model, target, decoding)]
     for label, (draft, k) in drafts.items():
+        if draft.drafter.reads_hidden:
+            progress(f"transformers does not assist with {label}: it has no model for a draft that reads hidden states")
+            continue
         assistant = None if draft.checkpoint is None else _assistant(draft.checkpoint, target, k)
         if assistant is not None and assistant.config.vocab_size != model.config.vocab_size:
             progress(f"transformers does not assist with {label}: its vocabulary and the target's differ in their rows")

@@ -100,14 +100,12 @@ def check_options(drafts: dict[str, OpenedDraft], options: BenchOptions, decodin
 def plan(target: Target, draft: OpenedDraft, options: BenchOptions, decoding: DecodingOptions) -> list[Entry]:
     """How a draft is to be run. Raises UsageError for a length or a policy it cannot have."""
     if options.sweep_k:
-        limit = min(MAX_K, draft.drafter.max_k or MAX_K)
-        if max(options.sweep_k) > limit:
-            raise UsageError(f"--sweep-k {max(options.sweep_k)}: {draft.name} drafts at most {limit} tokens")
+        draft.check_k("--sweep-k", max(options.sweep_k))
         return [Entry(k, k, constant(k), decoding.accept or EXACT) for k in options.sweep_k]
     policy, accept = open_policy(decoding, target, draft)
     if decoding.policy is not None and decoding.k is None:
         return [Entry(None, read_policy(decoding.policy).max_k, policy, accept or EXACT)]
-    k = DEFAULT_K if decoding.k is None else decoding.k
+    k = draft.default_k if decoding.k is None else decoding.k
     return [Entry(k, k, policy, accept or EXACT)]
 
 

@@ -21,10 +21,11 @@ from specctl.drafts import Drafter
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE
-from specctl.models import Llama
+from specctl.models import CausalLM, Hidden
 from specctl.pair import OpenedDraft, Target
 
-Kind = tuple[str, str | int]
+Kind = tuple[str, int]
+"""Whose pass, and how many rows of each sequence, or for the target the draft length."""
 
 MIN_ROUNDS, MAX_ROUNDS, SECONDS = 7, 31, 20.0
 """Rounds of all kinds of pass in turn: as many as SECONDS allow, within bounds."""
@@ -46,22 +47,23 @@ class Costs:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Medians in milliseconds. verify: by draft length. draft, catch_up: by the draft's label, 0 for one that has no
-    model to run."""
+    """Medians in milliseconds. verify: by draft length. draft: by the draft's label, catch_up: by label and draft
+    length; 0 for a draft that has no model to run."""
 
     plain: float
     verify: dict[int, float]
     draft: dict[str, float]
-    catch_up: dict[str, float]
+    catch_up: dict[tuple[str, int], float]
 
     def costs(self, label: str, k: int) -> Costs:
-        return Costs(self.draft[label] / self.plain, self.verify[k] / self.plain, self.catch_up[label] / self.plain)
+        u = self.catch_up[label, k] / self.plain
+        return Costs(self.draft[label] / self.plain, self.verify[k] / self.plain, u)
 
 
 class BareModel:
     """A model with a small KV cache of its own, in which sequence b has the b-th run of pages."""
 
-    def __init__(self, model: Llama, attn: AttentionBackend, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, attn: AttentionBackend, device: torch.device) -> None:
         self.model = model
         self.attn = attn
         self.device = device
@@ -100,13 +102,19 @@ def measure_passes(
     with own_attention(target, list(drafts.values()), num_tokens, batch):
         for label, draft in drafts.items():
             if draft.checkpoint is not None:
-                kinds |= _draft_kinds(label, draft.drafter, context, batch, num_tokens, target)
+                for num_rows in {1, *map(draft.drafter.follow_rows, ks)}:
+                    rows = rows_after(context, num_rows, batch, num_tokens, target)
+                    kinds[f"draft {label}", num_rows] = draft_pass(draft.drafter, rows, target)
         ms = _medians(kinds, target.device)
     return PassTimes(
         plain=ms["target", 0],
         verify={k: ms["target", k] for k in ks},
-        draft={label: ms.get(("draft", label), 0.0) for label in drafts},
-        catch_up={label: ms.get(("catch_up", label), 0.0) for label in drafts},
+        draft={label: ms.get((f"draft {label}", 1), 0.0) for label in drafts},
+        catch_up={
+            (label, k): ms.get((f"draft {label}", draft.drafter.follow_rows(k)), 0.0)
+            for label, draft in drafts.items()
+            for k in ks
+        },
     )
 
 
@@ -117,18 +125,14 @@ def rows_after(context: int, num_rows: int, batch: int, num_tokens: int, target:
     return Batch.pack(spans, PAGE_SIZE, target.device)
 
 
-def _draft_kinds(
-    label: str, drafter: Drafter, context: int, batch: int, num_tokens: int, target: Target
-) -> dict[Kind, Callable[[], object]]:
-    """A draft pass is the draft's pass over one row; the catch-up pass is the one over its window."""
-    assert not drafter.reads_hidden, f"{drafter.kind} is timed without the hidden states it reads"
-    carry = drafter.new_carry(batch)
-
-    def run(num_rows: int) -> Callable[[], object]:
-        rows = rows_after(context, num_rows, batch, num_tokens, target)
-        return partial(drafter.catch_up, rows, None, carry)
-
-    return {("draft", label): run(1), ("catch_up", label): run(drafter.window or 1)}
+def draft_pass(drafter: Drafter, rows: Batch, target: Target) -> Callable[[], object]:
+    """The draft's pass over these rows, head included. One that reads hidden states is given random ones: what they say
+    takes no time."""
+    width, count = target.model.config.hidden_size, len(rows.token_T)
+    generator = torch.Generator().manual_seed(0)
+    states_STD = torch.randn(1 + len(drafter.taps), count, width, generator=generator).to(target.device, target.dtype)
+    hidden = Hidden(states_STD[0], states_STD[1:])
+    return partial(drafter.catch_up, rows, hidden, drafter.new_carry(rows.num_sequences))
 
 
 @contextmanager

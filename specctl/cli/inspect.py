@@ -12,7 +12,7 @@ from specctl.cli.show import count, pairs, size
 
 if TYPE_CHECKING:
     from specctl.convert_mtp.inspection import MtpFacts
-    from specctl.inspect_model import Inspection, TokenizerFacts
+    from specctl.inspect_model import Inspection, ModelFacts, TokenizerFacts
 
 
 @click.command
@@ -49,11 +49,13 @@ def _as_text(inspection: Inspection) -> str:
         rows += [
             ("family", model.family),
             ("layers", f"{model.layers} of width {model.hidden_size}, {model.intermediate_size} inside"),
-            ("heads", f"{model.heads}, {model.kv_heads} for keys and values, {model.head_dim} wide"),
+            ("heads", _heads(model)),
             ("vocabulary", f"{model.vocab_size} rows, head {head}"),
             ("context", f"{model.context} tokens, {size(model.kv_bytes_per_token)} of KV cache each"),
             ("rope", f"{model.rope}, theta {model.rope_theta:g}"),
         ]
+        if model.experts is not None:
+            rows.append(("experts", f"{model.experts}, {model.experts_per_token} for a token"))
     if (weights := inspection.weights) is not None:
         rows.append(
             ("weights", f"{count(weights.parameters)} parameters, {size(weights.bytes)}, files: {weights.files}")
@@ -68,9 +70,15 @@ def _as_text(inspection: Inspection) -> str:
         lines.append("")
     lines += [f"{problem.severity}: {problem.what}\n  -> {problem.remedy}" for problem in inspection.problems]
     verdict = "can be served" if inspection.servable else "cannot be served"
-    if inspection.mtp is not None and inspection.mtp.convertible and inspection.sound:
-        verdict += "; its MTP layer is whole and can be converted"
+    if inspection.mtp is not None and inspection.mtp.whole and inspection.sound:
+        verdict += "; its MTP layer is whole" + (" and can be converted" if inspection.mtp.convertible else "")
     return "\n".join([*lines, "", verdict])
+
+
+def _heads(model: ModelFacts) -> str:
+    if model.latent is not None:
+        return f"{model.heads}, {model.head_dim} wide, {model.latent} numbers kept for all of them"
+    return f"{model.heads}, {model.kv_heads} for keys and values, {model.head_dim} wide"
 
 
 def _mtp_rows(mtp: MtpFacts) -> list[tuple[str, str]]:

@@ -99,14 +99,16 @@ def decoding_options(batch: int = 1, many_drafts: bool = False) -> Callable[[Cal
                 "drafts",
                 multiple=many_drafts,
                 callback=_as_tuple,
-                metavar="DRAFT|ngram",
-                help=f"What drafts: a model, by directory or hub id, or ngram, which looks in the text itself.{again}",
+                metavar="DRAFT|ngram|mtp",
+                help="What drafts: a model or an MTP layer, by directory or hub id; mtp, the MTP layer inside the "
+                f"target; or ngram, which looks in the text itself.{again}",
             ),
             _option(
                 "--k",
                 type=click.IntRange(min=0),
                 metavar="N",
-                help="Tokens a draft proposes, over the policy's; default 3.",
+                help="Tokens a draft proposes, over the policy's; default: what it was trained for (an MTP layer: 1), "
+                "else 3.",
             ),
             _option(
                 "--policy",

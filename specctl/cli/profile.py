@@ -14,9 +14,8 @@ from specctl.options import ModelOptions
 @click.option("--target", required=True, metavar="MODEL", help="The model, by directory or hub id.")
 @click.option(
     "--draft",
-    metavar="DRAFT|ngram",
-    help="What drafts: a model, by directory or hub id, or ngram, which has no passes to time. Without it only the "
-    "target's steps are measured.",
+    metavar="DRAFT|ngram|mtp",
+    help="What drafts, as in bench; ngram has no passes to time. Without it only the target's steps are measured.",
 )
 @click.option(
     "--output",

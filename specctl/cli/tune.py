@@ -22,7 +22,7 @@ from specctl.prompts import read_prompts
     help="TRACE.json of `specctl bench --trace`, or the probability that a token is accepted, the same everywhere.",
 )
 @click.option("--target", metavar="MODEL", help="Without --acceptance: the model to measure it with.")
-@click.option("--draft", metavar="DRAFT|ngram", help="Without --acceptance: what drafts.")
+@click.option("--draft", metavar="DRAFT|ngram|mtp", help="Without --acceptance: what drafts.")
 @prompt_options
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer measured; default 128.")
 @click.option("--temperature", type=number(least=0), metavar="T", help="Of what is measured; default 0.")

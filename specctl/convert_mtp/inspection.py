@@ -13,16 +13,20 @@ from specctl.checkpoint import Checkpoint
 from specctl.convert_mtp.families import SUPPORTED, by_label, by_tensors
 from specctl.convert_mtp.files import Files
 from specctl.convert_mtp.inventory import Inventory, take_inventory
-from specctl.convert_mtp.shared import compare, find_originals
+from specctl.convert_mtp.shared import compare, find_originals, same_bits
 from specctl.convert_mtp.source import Source, locate_layers, marked_layers, tensors_by_layer
 from specctl.dialects.sglang import is_export
-from specctl.errors import CheckpointError
+from specctl.drafts.mtp_checkpoint import check_whole, find_mtp, is_nextn
+from specctl.errors import CheckpointError, IncompatiblePair
 from specctl.heads.mtp import EMBEDDING, HEAD, SHARED, claimed_layers
 from specctl.heads.quantisation import Scheme
 from specctl.keys import Keys
+from specctl.models import ARCHITECTURES
 
 SHOWN = 3
 MARK = "eh_proj"
+
+Role = Literal["target with MTP", "target", "MTP head"]
 
 
 class Finding(NamedTuple):
@@ -49,7 +53,7 @@ class MtpFacts:
     by config.json. found: numbers of the layers that have MTP tensors."""
 
     family: str
-    role: Literal["target with MTP", "target", "MTP head"]
+    role: Role
     dialect: str | None
     claimed: int
     found: tuple[int, ...]
@@ -58,13 +62,18 @@ class MtpFacts:
     findings: tuple[Finding, ...] = field(default=())
 
     @property
+    def whole(self) -> bool:
+        """Whether there are MTP layers that draft."""
+        return bool(self.layers) and all(finding.severity != "error" for finding in self.findings)
+
+    @property
     def convertible(self) -> bool:
         """Whether `convert-mtp` takes it."""
-        return bool(self.layers) and all(finding.severity != "error" for finding in self.findings)
+        return self.whole and self.family == SUPPORTED
 
 
 def inspect_mtp(checkpoint: Checkpoint, index: dict[str, str] | None = None) -> MtpFacts | None:
-    """None for a checkpoint of a family that has no MTP weights. index: of a checkpoint whose files are not all here;
+    """None for a checkpoint without MTP weights that claims none. index: of a checkpoint whose files are not all here;
     what is in the others is then known by name."""
     names, config = checkpoint.names() if index is None else sorted(index), checkpoint.config
     family = by_tensors(names) or (by_label(config) if any("mtp" in name or MARK in name for name in names) else None)
@@ -73,7 +82,7 @@ def inspect_mtp(checkpoint: Checkpoint, index: dict[str, str] | None = None) -> 
         finding = Finding("note", f"MTP or drafting weights of {family}", remedy)
         return MtpFacts(family, "target with MTP", None, 0, (), None, (), (finding,))
     if config.get("model_type") != SUPPORTED:
-        return None
+        return _of_another(checkpoint, names)
     findings: list[Finding] = []
     claimed, found = _layers(checkpoint, names, findings)
     layers: tuple[LayerFacts, ...] = ()
@@ -88,10 +97,9 @@ def inspect_mtp(checkpoint: Checkpoint, index: dict[str, str] | None = None) -> 
         except CheckpointError as error:
             remedy = "use the original checkpoint, or put its own config.json beside its weights"
             findings.append(Finding("error", str(error), remedy))
-    is_head = not any(_is_of_target(name) for name in names)
     return MtpFacts(
         family=SUPPORTED,
-        role="MTP head" if is_head else "target with MTP" if found else "target",
+        role=_role(names, found),
         dialect=("sglang" if is_export(config) else "deepseek") if found else None,
         claimed=claimed,
         found=tuple(found),
@@ -99,6 +107,52 @@ def inspect_mtp(checkpoint: Checkpoint, index: dict[str, str] | None = None) -> 
         layers=layers,
         findings=tuple(findings),
     )
+
+
+def _of_another(checkpoint: Checkpoint, names: list[str]) -> MtpFacts | None:
+    """An MTP layer in a checkpoint whose family has none as it is published. It drafts here; convert-mtp does not take
+    it. None where there is none and none is claimed."""
+    model_type = checkpoint.config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        return None
+    findings: list[Finding] = []
+    claimed, found = _layers(checkpoint, names, findings)
+    if not claimed and not found and not findings:
+        return None
+    layers: list[LayerFacts] = []
+    nextn = is_nextn(checkpoint.config)
+    if claimed and not findings:
+        try:
+            place = find_mtp(checkpoint)
+            check_whole(place)
+            layers = [_plain_layer(checkpoint, place.number + index) for index in range(place.count)]
+        except (CheckpointError, IncompatiblePair) as error:
+            findings.append(Finding("error", str(error), "use the original checkpoint, or its own config.json"))
+    role, dialect = _role(names, found), ("sglang" if nextn else "deepseek") if found else None
+    return MtpFacts(model_type, role, dialect, claimed, tuple(found), None, tuple(layers), tuple(findings))
+
+
+def _plain_layer(checkpoint: Checkpoint, number: int) -> LayerFacts:
+    prefix = f"model.layers.{number}."
+    infos = {name: checkpoint.info(name) for name in checkpoint.names() if name.startswith(prefix)}
+    dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in infos.values())
+    copies: dict[str, str] = {}
+    for copy, original in SHARED.items():
+        if prefix + copy not in infos:
+            copies[copy] = "absent"
+        elif original not in checkpoint:
+            copies[copy] = "unknown"
+        else:
+            same = same_bits(checkpoint.tensor(prefix + copy), checkpoint.tensor(original))
+            copies[copy] = "equal" if same else "differs"
+    total = sum(info.num_bytes for info in infos.values())
+    return LayerFacts(number, len(infos), total, dict(dtypes), copies, whole=True)
+
+
+def _role(names: list[str], found: list[int]) -> Role:
+    if not any(_is_of_target(name) for name in names):
+        return "MTP head"
+    return "target with MTP" if found else "target"
 
 
 def _layers(checkpoint: Checkpoint, names: list[str], findings: list[Finding]) -> tuple[int, list[int]]:

@@ -17,7 +17,7 @@ from specctl.kv.cache import LayerKV
 from specctl.models import Hidden
 from specctl.sampling.batch import SamplingBatch
 
-KINDS = ("llama", "ngram")
+KINDS = ("llama", "mtp", "ngram")
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,19 @@ class Draft:
 class Drafter(Protocol):
     """One draft of any kind.
 
-    taps: the target's residuals it reads besides the final hidden state. reads_hidden: whether catch_up needs `hidden`
-    (then it must follow every step; else it may lag and catch up in one chunk). shift: 0 when its row at position i
-    holds token i, 1 when it holds token i + 1 beside the hidden state of i. window: after a block it runs over the last
-    `window` committed rows, whatever was accepted, because drafting itself has filled its cache up to them. None:
-    drafting fills nothing, it runs over every new row. attn: attention over its own layers; set by the engine when it
-    has any.
+    max_k: the longest block it can propose, depth: the one it was trained for; None: any, and nothing is said.
+    taps: the target's residuals it reads besides the final hidden state. reads_hidden: whether catch_up needs `hidden`.
+    Then it follows every step, over the target's own rows with what the target left in them; of a block that are all
+    K + 1, whatever was accepted. Else it may lag and catch up in one chunk. shift: 0 when its row at position i holds
+    token i, 1 when it holds token i + 1 beside the hidden state of i. window: of one that may lag: after a block it
+    runs over the last `window` committed rows, whatever was accepted, because drafting itself has filled its cache up
+    to them; None: drafting fills nothing that stays. attn: attention over its own layers; set by the engine when it has
+    any.
     """
 
     kind: str
     max_k: int | None
+    depth: int | None
     max_length: int | None
     taps: tuple[int, ...]
     reads_hidden: bool
@@ -79,11 +82,18 @@ class Drafter(Protocol):
     def kv_layers(self) -> list[LayerKV]:
         """The layers it appends to the cache, all with owner "draft"."""
 
+    def follow_rows(self, k: int) -> int:
+        """Rows of each sequence in its pass after a step with k draft slots; 0: it makes none."""
+
     def new_carry(self, num_lanes: int) -> Any:
         """Buffers for `num_lanes` sequences, opaque to the caller; catch_up fills and draft reads them, by lane."""
 
     def catch_up(self, rows: Batch, hidden: Hidden | None, carry: Any) -> None:
-        """Run over newly committed rows and leave in `carry` what the last row of each sequence gives."""
+        """Run over newly committed rows and leave in `carry` what the last row of each sequence gives.
+
+        hidden: what the target left in these rows. The tokens of the batch are those of the rows' positions, shifted by
+        `shift`. Rows after `rows.last_row_B` are there for the shape; nobody reads what they leave.
+        """
 
     def draft(self, batch: Batch, carry: Any, k: list[int], sampling: SamplingBatch) -> Draft:
         """Propose up to k[b] tokens for each sequence of `batch`, whose one row each stands at the next position."""

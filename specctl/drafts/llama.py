@@ -1,7 +1,7 @@
 """A small Llama-family model that drafts for a larger one: the target-draft scheme.
 
 Its keys and values lie in its own layers of the shared pages; it reads tokens only, so it may lag and catch up later.
-Legend: B sequences, K slots, V ids shared with the target.
+Legend: B sequences, V ids shared with the target.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from specctl.attention import AttentionBackend
-from specctl.drafts import Dense, Draft, Objective, OneHot
+from specctl.drafts import Draft, Objective
+from specctl.drafts.chain import draft_chain
 from specctl.kv.batch import Batch
 from specctl.kv.cache import LayerKV
-from specctl.models import Hidden, Llama
-from specctl.sampling.batch import Drawn, SamplingBatch
+from specctl.models import CausalLM, Hidden
+from specctl.sampling.batch import SamplingBatch
+
+# The last accepted token and the definite one. Drafting has run over all accepted tokens but the block's last, so the
+# first of the two is missing only when the whole block was accepted; two rows every time keep the shapes fixed.
+WINDOW = 2
 
 
 class LlamaDrafter:
@@ -27,14 +32,13 @@ class LlamaDrafter:
 
     kind = "llama"
     max_k: int | None = None
+    depth: int | None = None
     taps: tuple[int, ...] = ()
     reads_hidden = False
     shift: Literal[0, 1] = 0
-    # The last accepted token and the definite one. Drafting has run over all accepted tokens but the block's last, so
-    # the first of the two is missing only when the whole block was accepted; two rows every time keep the shapes fixed.
-    window: int | None = 2
+    window: int | None = WINDOW
 
-    def __init__(self, model: Llama, vocab_size: int) -> None:
+    def __init__(self, model: CausalLM, vocab_size: int) -> None:
         self.model = model
         self.vocab_size = vocab_size
         self.max_length: int | None = model.config.max_length
@@ -43,6 +47,9 @@ class LlamaDrafter:
     @property
     def kv_layers(self) -> list[LayerKV]:
         return self.model.kv_layers("draft")
+
+    def follow_rows(self, k: int) -> int:
+        return WINDOW if k else 0
 
     def new_carry(self, num_lanes: int) -> Tensor:
         """The carried logits, [lanes, V]."""
@@ -53,19 +60,10 @@ class LlamaDrafter:
         carry[rows.lane_B] = self._logits(rows)
 
     def draft(self, batch: Batch, carry: Tensor, k: list[int], sampling: SamplingBatch) -> Draft:
-        drawn: list[Drawn] = []
-        length = [0] * len(k)
-        logits_BV = carry[batch.lane_B]
-        for slot in range(max(k)):
-            tokens_BK = _tokens(drawn) if drawn else None
-            proposal = sampling.draw_draft(logits_BV, slot, tokens_BK)
-            length = _extend(length, slot, k, proposal.confidence_B, sampling.min_confidence)
-            if slot not in {n - 1 for n in length}:
-                break  # nobody is confident enough for this slot
-            drawn.append(proposal)
-            if slot + 1 < max(k):
-                logits_BV = self._logits(batch.at(slot, proposal.token_B))
-        return _block(drawn, length, batch)
+        def run(slot: int, token_B: Tensor) -> Tensor:
+            return self._logits(batch.at(slot, token_B))
+
+        return draft_chain(batch, carry[batch.lane_B], k, sampling, run)
 
     def loss(
         self, batch: Batch, label_T: Tensor, teacher_RE: Tensor | None, objective: Objective
@@ -83,30 +81,3 @@ class LlamaDrafter:
         self.attn.plan(rows)
         hidden = self.model(rows, self.attn)
         return self.model.logits(hidden.final_TD[rows.last_row_B])[:, : self.vocab_size]
-
-
-def _extend(
-    length: list[int], slot: int, k: list[int], confidence_B: Tensor | None, min_confidence: float | None
-) -> list[int]:
-    """Lengths with `slot` added where it is asked for, nothing before it was stopped, and q is confident enough."""
-    sure = [True] * len(k)
-    if confidence_B is not None and min_confidence is not None:
-        sure = (confidence_B >= min_confidence).tolist()
-    return [n + 1 if n == slot < limit and ok else n for n, limit, ok in zip(length, k, sure, strict=True)]
-
-
-def _tokens(drawn: list[Drawn]) -> Tensor:
-    return torch.stack([proposal.token_B for proposal in drawn], dim=1)
-
-
-def _block(drawn: list[Drawn], length: list[int], batch: Batch) -> Draft:
-    if not drawn:
-        return Draft(batch.token_T.new_zeros(batch.num_sequences, 0), length, OneHot())
-    probs = [proposal.prob_BV for proposal in drawn if proposal.prob_BV is not None]
-    confidences = [proposal.confidence_B for proposal in drawn if proposal.confidence_B is not None]
-    return Draft(
-        token_BK=_tokens(drawn),
-        length=length,
-        q=Dense(torch.stack(probs, dim=1)) if probs else OneHot(),
-        confidence_BK=torch.stack(confidences, dim=1) if confidences else None,
-    )

@@ -58,6 +58,7 @@ class NgramDrafter:
 
     kind = "ngram"
     max_k: int | None = None
+    depth: int | None = None
     max_length: int | None = None
     taps: tuple[int, ...] = ()
     reads_hidden = False
@@ -68,6 +69,9 @@ class NgramDrafter:
     @property
     def kv_layers(self) -> list[LayerKV]:
         return []
+
+    def follow_rows(self, k: int) -> int:
+        return 0
 
     def new_carry(self, num_lanes: int) -> list[_Text]:
         return [_Text() for _ in range(num_lanes)]

@@ -1,7 +1,8 @@
 """Engine: steps a target and its draft together. It knows the drafter by its interface only and gets K from a callable.
 
 A decode-only step: the draft proposes from what was carried over, the target scores the proposals in one pass, verify()
-keeps a prefix and decides one more token, and the draft runs over what was committed so that it can propose again.
+keeps a prefix and decides one more token, and the draft runs over what was committed so that it can propose again. The
+draft's side of all this is in drafting.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from specctl import attention
-from specctl.drafts import Draft, Drafter, OneHot
+from specctl.drafts import Draft, Drafter
+from specctl.engine.decision import Decision
+from specctl.engine.drafting import Drafting
 from specctl.engine.logprobs import logprobs_of
 from specctl.engine.output import Output
 from specctl.engine.scheduler import DecodeStep, DraftLength, Policy, PrefillStep, Scheduler
@@ -25,7 +28,7 @@ from specctl.errors import CapacityError, NumericalError, RequestError
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE, PageTable
-from specctl.models import Hidden, Llama
+from specctl.models import CausalLM, Hidden
 from specctl.sampling.batch import SamplingBatch
 from specctl.sampling.noise import make_key
 from specctl.sampling.params import Accept, SamplingParams
@@ -68,7 +71,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Llama,
+        target: CausalLM,
         options: EngineOptions,
         drafter: Drafter | None = None,
         policy: Policy = no_speculation,
@@ -85,11 +88,6 @@ class Engine:
         layers = target.kv_layers("target") + ([] if drafter is None else drafter.kv_layers)
         self.cache = KVCache(layers, options.num_pages, PAGE_SIZE, self.device)
         self._attn = attention.choose(options.attention, self.cache, "target", self.device)
-        self._carry: Any = None
-        if drafter is not None:
-            if drafter.kv_layers:
-                drafter.attn = attention.choose(options.attention, self.cache, "draft", self.device)
-            self._carry = drafter.new_carry(options.max_sequences)
         self.scheduler = Scheduler(
             PageTable(options.num_pages, PAGE_SIZE),
             max_sequences=options.max_sequences,
@@ -98,6 +96,16 @@ class Engine:
             policy=policy,
             max_k=self.max_k,
             draft_max_length=None if drafter is None else drafter.max_length,
+            draft_lags=drafter is None or not drafter.reads_hidden,
+        )
+        self._drafting = Drafting(
+            drafter,
+            self.cache,
+            backend=options.attention,
+            num_lanes=options.max_sequences,
+            chunk=options.chunk,
+            max_length=self.scheduler.draft_max_length,
+            timed=lambda phase: self.stats.timed(phase),
         )
         self._requests: dict[int, list[Sequence]] = {}
         self._num_requests = 0
@@ -154,7 +162,7 @@ class Engine:
     @property
     def carry(self) -> Any:
         """What the draft carries over, by lane; for those who check it."""
-        return self._carry
+        return self._drafting.carry
 
     @property
     def cache_usage(self) -> float:
@@ -194,42 +202,37 @@ class Engine:
         """Prompt chunks, and one plain token for each rider. A finished prompt is sampled at once; the draft runs over
         the same rows and the new token, and what it would say next is carried over."""
         self.stats.prefill_steps += 1
-        chunks = [(s, s.cached, stop) for s, stop in step.chunks]
-        rows = chunks + [(s, s.cached, len(s)) for s in step.riders]
+        rows = [(s, s.cached, stop) for s, stop in step.chunks] + [(s, s.cached, len(s)) for s in step.riders]
         with self.stats.timed("prefill"):
             batch = self._pack(rows)
             hidden = self._run_target(batch)
         complete = [(i, s) for i, (s, _, stop) in enumerate(rows) if stop == len(s)]
         sequences = [s for _, s in complete]
-        logits_BV: Tensor | None = None
+        row_R = batch.last_row_B[[i for i, _ in complete]]
         if complete:
-            row_R = batch.last_row_B[[i for i, _ in complete]]
             with self.stats.timed("prefill"):
-                logits_BV = self.target.logits(hidden.final_TD[row_R])
-            self._check_numbers(sequences, logits_BV[:, None])
+                logits_BMV = self.target.logits(hidden.final_TD[row_R])[:, None]
+            self._check_numbers(sequences, logits_BMV)
         for sequence, _, stop in rows:
             sequence.cached = stop
-        outputs = []
-        if logits_BV is not None:
+        next_T, draft, decision = self._next_tokens(rows), self._drafting.nothing(len(sequences)), None
+        if complete:
             for sequence in sequences:
                 sequence.status = Status.DECODING
-            outputs = self._plain_tokens(sequences, logits_BV)
-        # A draft that reads hidden states follows every row; another leaves the riders behind, for one chunk later.
-        if self._reads_hidden:
-            followers = [s for s, _, _ in rows]
-        else:
-            followers = [s for s, _ in step.chunks if self.scheduler.wants_draft(s)]
-        self._catch_up([s for s in followers if not s.finished], hidden)
+            decision = self._decide(sequences, draft, logits_BMV, self._sampling(sequences))
+            next_T[row_R] = decision.verdict.token_BM[:, 0]
+        following = self._drafting.follow(batch, [s for s, _, _ in rows], hidden, next_T, batch.last_row_B)
+        outputs = [] if decision is None else self._settle(sequences, draft, logits_BMV, decision)
+        _followed(following)
+        if not self._drafting.reads_hidden:
+            # The riders are left behind, for one chunk later.
+            self._drafting.catch_up([s for s, _ in step.chunks if not s.finished and self.scheduler.wants_draft(s)])
         return outputs
-
-    def _plain_tokens(self, sequences: list[Sequence], logits_BV: Tensor) -> list[Output]:
-        """Decide one token for each sequence from the target alone."""
-        return self._decide(sequences, self._no_draft(len(sequences)), logits_BV[:, None], self._sampling(sequences))
 
     def _decode(self, step: DecodeStep) -> list[Output]:
         sequences = step.sequences
         sampling = self._sampling(sequences, step.min_confidence)
-        draft = self._draft(step, sampling)
+        draft = self._drafting.propose(step, sampling)
         num_slots = draft.token_BK.shape[1]
         self.stats.steps_by_k[num_slots] = self.stats.steps_by_k.get(num_slots, 0) + 1
         with self.stats.timed("verify"):
@@ -237,41 +240,29 @@ class Engine:
             hidden = self._run_target(batch)
             logits_BMV = self.target.logits(hidden.final_TD).view(len(sequences), num_slots + 1, -1)
         self._check_numbers(sequences, logits_BMV)
-        outputs = self._decide(sequences, draft, logits_BMV, sampling)
-        followers = []
-        for sequence, k in zip(sequences, step.k, strict=True):
-            if k and self.drafter is not None and self.drafter.window is not None:
-                # Drafting has run over what was accepted of the block.
-                sequence.draft_cached = max(sequence.draft_cached, len(sequence) - self.drafter.window)
-            if (k or self._reads_hidden) and not sequence.finished:
-                followers.append(sequence)
-        self._catch_up(followers, hidden)
+        decision = self._decide(sequences, draft, logits_BMV, sampling)
+        following = self._drafting.follow_block(batch, sequences, hidden, decision.verdict)
+        self._drafting.look_ahead(step, sampling, decision.verdict, following)
+        outputs = self._settle(sequences, draft, logits_BMV, decision)
+        _followed(following)
+        self._drafting.after_block(step)
         return outputs
 
-    def _draft(self, step: DecodeStep, sampling: SamplingBatch) -> Draft:
-        """The block of every sequence, cut to the longest one really proposed."""
-        sequences, k = step.sequences, step.k
-        if self.drafter is None or max(k) == 0:
-            return self._no_draft(len(k))
-        self._catch_up([s for s, limit in zip(sequences, k, strict=True) if limit and s.draft_cached < len(s)])
-        with self.stats.timed("draft"):
-            spans = [Span((0,), len(s), s.pages, s.lane) for s in sequences]
-            draft = self.drafter.draft(Batch.pack(spans, PAGE_SIZE, self.device), self._carry, k, sampling)
-        longest = max(draft.length)
-        return draft if longest == draft.token_BK.shape[1] else draft.cut(longest)
-
-    def _decide(
-        self, sequences: list[Sequence], draft: Draft, logits_BMV: Tensor, sampling: SamplingBatch
-    ) -> list[Output]:
-        """Verify, commit what was decided, and report it."""
+    def _decide(self, sequences: list[Sequence], draft: Draft, logits_BMV: Tensor, sampling: SamplingBatch) -> Decision:
+        """What is accepted and what comes after it; nothing waits for it to be known here."""
         with self.stats.timed("sample"):
             scores_BMV = sampling.scores(logits_BMV, draft.token_BK)
             verdict = verify(draft, scores_BMV, sampling)
             if self.observer is not None:
                 self.observer(sequences, draft, scores_BMV, verdict)
-            tokens, accepted = verdict.token_BM.tolist(), verdict.num_accepted_B.tolist()
+            return Decision(verdict)
+
+    def _settle(self, sequences: list[Sequence], draft: Draft, logits_BMV: Tensor, decision: Decision) -> list[Output]:
+        """Commit what was decided, and report it."""
+        with self.stats.timed("sample"):
+            tokens, accepted = decision.read()
             wanted = [s.params.logprobs for s in sequences]
-            logprobs = logprobs_of(logits_BMV, verdict.token_BM, wanted)
+            logprobs = logprobs_of(logits_BMV, decision.verdict.token_BM, wanted)
         outputs = []
         for b, sequence in enumerate(sequences):
             for counters in (sequence.counters, self.stats.speculation):
@@ -340,45 +331,20 @@ class Engine:
         token_T = torch.cat((newest_B1, draft.token_BK), dim=1).flatten()
         return Batch.pack(spans, PAGE_SIZE, self.device, token_T=token_T)
 
+    def _next_tokens(self, rows: list[tuple[Sequence, int, int]]) -> Tensor:
+        """[T], on the device: the token after each row's. 0 after a newest one: nobody has decided yet."""
+        tokens: list[int] = []
+        for sequence, start, stop in rows:
+            following = sequence.tokens(start + 1, stop + 1)
+            tokens += following + [0] * (stop - start - len(following))
+        return torch.tensor(tokens).to(self.device)
+
     def _run_target(self, batch: Batch) -> Hidden:
         self._attn.plan(batch)
-        hidden: Hidden = self.target(batch, self._attn, () if self.drafter is None else self.drafter.taps)
+        hidden: Hidden = self.target(batch, self._attn, self._drafting.taps)
         return hidden
 
-    def _catch_up(self, sequences: list[Sequence], hidden: Hidden | None = None) -> None:
-        """Let the draft run over what was committed since it last did (and over its window again)."""
-        if self.drafter is None:
-            return
-        assert not self.drafter.reads_hidden or hidden is not None
-        rows = []
-        for sequence in sequences:
-            stop = min(len(sequence), sequence.cached + 1) - self.drafter.shift
-            start = sequence.draft_cached
-            if self.drafter.window is not None:
-                start = max(0, min(start, stop - self.drafter.window))
-            if stop <= self.scheduler.draft_max_length:
-                rows.append((sequence, start, stop))
-        with self.stats.timed("catch_up"):
-            while rows:
-                # A draft left far behind comes on by a chunk of the prompt (and the token after it) at a time.
-                ends = [min(start + self.options.chunk + 1, stop) for _, start, stop in rows]
-                now = [(sequence, start, end) for (sequence, start, _), end in zip(rows, ends, strict=True)]
-                self.drafter.catch_up(self._pack(now), hidden, self._carry)
-                for sequence, _, end in now:
-                    sequence.draft_cached = end
-                rows = [
-                    (sequence, end, stop) for (sequence, _, stop), end in zip(rows, ends, strict=True) if end < stop
-                ]
-
     # -- small parts ------------------------------------------------------------------------------------------------
-
-    @property
-    def _reads_hidden(self) -> bool:
-        return self.drafter is not None and self.drafter.reads_hidden
-
-    def _no_draft(self, num_sequences: int) -> Draft:
-        tokens = torch.zeros(num_sequences, 0, dtype=torch.int64, device=self.device)
-        return Draft(tokens, [0] * num_sequences, OneHot())
 
     def _sampling(self, sequences: list[Sequence], min_confidence: float | None = None) -> SamplingBatch:
         return SamplingBatch([s.sampling_state() for s in sequences], self.device, min_confidence)
@@ -420,3 +386,9 @@ class Engine:
                 f"the request may need {needed} KV pages and there are {table.num_usable}; "
                 "lower max_tokens or give more --kv-memory"
             )
+
+
+def _followed(sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        if not sequence.finished:
+            sequence.draft_cached = sequence.cached

@@ -34,10 +34,12 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class DraftLength:
-    """What a policy says for one step: the draft length, and the confidence below which drafting stops."""
+    """What a policy says for one step: the draft length, and the confidence below which drafting stops. detach: at
+    k = 0, a draft that would have to follow every step is given up for the texts in this one."""
 
     k: int
     min_confidence: float | None = None
+    detach: bool = False
 
 
 Policy = Callable[[int, float], DraftLength]
@@ -46,7 +48,8 @@ prefill for each sequence whether the draft should follow."""
 
 
 class Scheduler:
-    """draft_max_length: the longest text the draft can be run on (None: no draft, or no limit of its own)."""
+    """draft_max_length: the longest text the draft can be run on (None: no draft, or no limit of its own). draft_lags:
+    whether the draft may be left behind and catch up later, so that there is never a reason to give it up."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Scheduler:
         policy: Policy,
         max_k: int,
         draft_max_length: int | None,
+        draft_lags: bool = True,
     ) -> None:
         self.table = table
         self.max_length = max_length
@@ -64,6 +68,7 @@ class Scheduler:
         self.policy = policy
         self.max_k = max_k
         self.draft_max_length = max_length if draft_max_length is None else min(max_length, draft_max_length)
+        self.draft_lags = draft_lags
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -142,6 +147,9 @@ class Scheduler:
             return None
         mean_cached = sum(s.cached for s in decoding) / len(decoding)
         choice = self.policy(len(decoding), mean_cached)
+        if choice.k == 0 and choice.detach and not self.draft_lags:
+            for sequence in decoding:
+                sequence.detached |= sequence.params.k is None  # a request's own length is not the policy's to say
         wanted = {id(s): self._draft_length(s, choice.k) for s in decoding}
         # Every sequence gets as many rows as the longest draft, so as many slots (those past the limit are scratch).
         longest = max(wanted.values())
@@ -157,7 +165,10 @@ class Scheduler:
         return self._draft_length(sequence, self.policy(len(self.running), float(sequence.cached)).k) > 0
 
     def _draft_length(self, sequence: Sequence, policy_k: int) -> int:
-        """k shortened by the context limits only: the block and the token after it must fit target and draft."""
+        """k shortened by the context limits only: the block and the token after it must fit target and draft. 0 where
+        the draft was given up."""
+        if sequence.detached:
+            return 0
         k = policy_k if sequence.params.k is None else sequence.params.k
         return max(0, min(k, self.max_k, self.draft_max_length - len(sequence) - 1))
 

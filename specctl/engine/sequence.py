@@ -30,7 +30,8 @@ class Logprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """cached: positions whose keys and values the target has. draft_cached: the same for the draft.
+    """cached: positions whose keys and values the target has. draft_cached: the same for the draft. detached: the draft
+    has been given up for this text and does not follow it any more.
 
     A decoding sequence has cached == len(tokens) - 1: the newest token is fed by the next step.
     """
@@ -48,6 +49,7 @@ class Sequence:
     lane: int = -1
     cached: int = 0
     draft_cached: int = 0
+    detached: bool = False
     status: Status = Status.WAITING
     finish_reason: str | None = None
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)

@@ -19,7 +19,7 @@ from specctl.finetune.memory import GIB, Memory, anonymous, estimate
 from specctl.finetune.options import RunOptions
 from specctl.finetune.start import Start, plan_start
 from specctl.hub import locate
-from specctl.models import Llama, ModelConfig
+from specctl.models import Llama, read_config
 from specctl.pair import free_memory, has_tokenizer, resolve_device, resolve_dtype
 from specctl.schemas.recipe import Recipe
 from specctl.text.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ def _disk(
     if data.held_out:
         parts["best weights"] = 2 * weights
     if keeps_hidden(recipe, load.epochs):
-        width = ModelConfig.read(target.config, str(target.path / "config.json")).hidden_size
+        width = read_config(target.config, str(target.path / "config.json")).hidden_size
         parts["hidden states"] = HiddenStore.bytes_needed(data.train, width, target_dtype)
     return parts
 
@@ -251,7 +251,7 @@ def _count(model: Llama) -> int:
 
 def _resident(target: Checkpoint) -> int:
     """Numbers of a target that serves: a tied head has a copy of its own, packed."""
-    config = ModelConfig.read(target.config, str(target.path / "config.json"))
+    config = read_config(target.config, str(target.path / "config.json"))
     return _numbers(target) + config.tied * config.vocab_size * config.hidden_size
 
 

@@ -19,7 +19,7 @@ from specctl.drafts.llama import LlamaDrafter
 from specctl.errors import CheckpointError
 from specctl.finetune.start import Start
 from specctl.finetune.validation import Measured, Validator
-from specctl.models import Llama
+from specctl.models import CausalLM
 from specctl.output import write_json
 from specctl.pair import open_draft
 from specctl.schemas.base import Provenance
@@ -48,7 +48,7 @@ class Result:
 
     recipe: Recipe
     start: Start
-    model: Llama
+    model: CausalLM
     target: Checkpoint
     data_sha: str | None
     device: str

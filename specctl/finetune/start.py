@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from specctl.checkpoint import Checkpoint
 from specctl.errors import CheckpointError, IncompatiblePair, UsageError
+from specctl.heads.quantisation import KEY, OTHER_KEYS
 from specctl.hub import locate
-from specctl.models import FAMILIES, Llama, ModelConfig
+from specctl.models import FAMILIES, Llama, ModelConfig, Weights, read_config
 from specctl.models import load as load_model
 from specctl.pair import has_tokenizer
 from specctl.schemas.recipe import Draft
@@ -26,6 +27,7 @@ from specctl.text.tokenizer import Tokenizer
 from specctl.text.vocabulary import check_vocabularies
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NOT_A_DRAFTS = ("num_nextn_predict_layers",)
 DEVIATION = 0.02  # of random weights, as the family's own models begin
 
 
@@ -58,7 +60,7 @@ def plan_start(draft: Draft, target: Checkpoint, tokenizer: Tokenizer | None) ->
     """
     if draft.init is not None:
         return _from_checkpoint(draft, target, tokenizer)
-    rows = ModelConfig.read(target.config, str(target.path / "config.json")).vocab_size
+    rows = read_config(target.config, str(target.path / "config.json")).vocab_size
     shared = rows if tokenizer is None else check_vocabularies(tokenizer, tokenizer, rows, rows)
     if draft.width is not None:
         config = _scratch_config(draft, target)
@@ -74,7 +76,7 @@ def build(start: Start, seed: int, dtype: torch.dtype, device: torch.device) -> 
     if start.source is not None and start.layers is None and start.config["tie_word_embeddings"] == _tied(start.source):
         load_model(start.source, dtype, torch.device("meta"), "train")  # says which tensor is not as it should be
     model = start.skeleton()
-    tensors = _random(model, seed) if start.source is None else _copied(model, start)
+    tensors = _random(model, seed) if start.source is None else _copied(model, start, dtype)
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         # A copy: a mapped file would give way under a weight that changes.
@@ -95,8 +97,8 @@ def _from_checkpoint(draft: Draft, target: Checkpoint, tokenizer: Tokenizer | No
             f"{where}: model_type {source.config.get('model_type')!r} is no model this version trains, expected one of "
             f"{', '.join(FAMILIES)}"
         )
-    rows = ModelConfig.read(source.config, str(where)).vocab_size
-    target_rows = ModelConfig.read(target.config, str(target.path / "config.json")).vocab_size
+    rows = read_config(source.config, str(where)).vocab_size
+    target_rows = read_config(target.config, str(target.path / "config.json")).vocab_size
     shared = min(rows, target_rows)
     if tokenizer is not None and has_tokenizer(source.path):
         shared = check_vocabularies(tokenizer, Tokenizer(source.path), target_rows, rows)
@@ -109,7 +111,13 @@ def _from_checkpoint(draft: Draft, target: Checkpoint, tokenizer: Tokenizer | No
 
 
 def _layers_config(draft: Draft, target: Checkpoint) -> tuple[dict[str, Any], tuple[int, ...]]:
-    depth = ModelConfig.read(target.config, str(target.path / "config.json")).num_layers
+    of = read_config(target.config, str(target.path / "config.json"))
+    if of.model_type not in FAMILIES:
+        raise UsageError(
+            f"{target.path} is a {of.model_type} model, and drafts of this kind are of the Llama family, so none can "
+            "begin with its layers; set draft.width and draft.depth, or draft.init"
+        )
+    depth = of.num_layers
     layers = tuple(draft.layers) if draft.layers is not None else spread(depth)
     for layer in layers:
         if layer >= depth:
@@ -132,7 +140,7 @@ def _scratch_config(draft: Draft, target: Checkpoint) -> dict[str, Any]:
     """A Llama with the target's vocabulary, positions and rotation."""
     assert draft.width is not None
     assert draft.depth is not None
-    of = ModelConfig.read(target.config, str(target.path / "config.json"))
+    of = read_config(target.config, str(target.path / "config.json"))
     heads = draft.heads or _heads(draft.width, of.head_dim)
     if draft.width % heads or draft.width // heads % 2:
         raise UsageError(f"draft.heads {heads} do not divide draft.width {draft.width} into heads of an even size")
@@ -169,17 +177,20 @@ def _heads(width: int, head_dim: int) -> int:
 
 
 def _tie(config: dict[str, Any], tie: bool | None) -> dict[str, Any]:
+    """The config of a draft, whose weights are plain and without MTP layers whatever those of `config` are."""
     own = bool(config.get("tie_word_embeddings", False))
-    return deepcopy(config) | {"tie_word_embeddings": own if tie is None else tie}
+    kept = {key: deepcopy(value) for key, value in config.items() if key not in (*NOT_A_DRAFTS, KEY, *OTHER_KEYS)}
+    return kept | {"tie_word_embeddings": own if tie is None else tie}
 
 
 def _tied(source: Checkpoint) -> bool:
     return bool(source.config.get("tie_word_embeddings", False))
 
 
-def _copied(model: Llama, start: Start) -> Iterator[tuple[str, Tensor]]:
+def _copied(model: Llama, start: Start, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The source's tensors under the draft's names. A head that parts from a tied embedding begins as its copy."""
     assert start.source is not None
+    weights = Weights(start.source)
     for name, parameter in model.named_parameters():
         found = name
         if start.layers is not None and name.startswith("model.layers."):
@@ -187,7 +198,7 @@ def _copied(model: Llama, start: Start) -> Iterator[tuple[str, Tensor]]:
             found = f"model.layers.{start.layers[int(index)]}.{rest}"
         if name == HEAD and found not in start.source:
             found = EMBEDDING
-        tensor = start.source.tensor(found)
+        tensor = weights.tensor(found, dtype)
         if tensor.shape != parameter.shape:
             raise CheckpointError(
                 f"{start.source.path}: tensor {found} has shape {list(tensor.shape)}, the config expects "

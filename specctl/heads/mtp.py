@@ -9,7 +9,7 @@ to the head, and back into the layer when more than one token is drafted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from specctl.keys import Keys
 EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"
 # The target's own tensors that these two are copies of.
 SHARED = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
-BIAS = "mlp.gate.e_score_correction_bias"
+BIAS_LEAF = "e_score_correction_bias"
+BIAS = f"mlp.gate.{BIAS_LEAF}"
 SCALE = "_scale_inv"
 # What tells this layer from the layers of the target.
 MARKS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
@@ -129,6 +130,15 @@ class MtpConfig:
             found[f"{name}.up_proj.weight"] = Expected((inner, hidden), "matrix")
             found[f"{name}.down_proj.weight"] = Expected((hidden, inner), "matrix")
         return found
+
+
+def names_in_target(config: Mapping[str, Any], where: str, names: Collection[str]) -> set[str]:
+    """Those of a target's tensors that are of the MTP layers its config claims, whatever the architecture."""
+    keys = Keys(config, where)
+    numbers = range(count) if (count := claimed_layers(keys)) else ()
+    first = keys.integer("num_hidden_layers")
+    prefixes = tuple(f"model.layers.{first + index}." for index in numbers)
+    return {name for name in names if name.startswith(prefixes)}
 
 
 def claimed_layers(keys: Keys) -> int:

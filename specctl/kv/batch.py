@@ -7,7 +7,7 @@ qo_indptr[b]:qo_indptr[b + 1], which are the *last* rows of its kv_len[b] slots 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ class Batch:
     token_T, position_T, slot_T: int64 on the device. lane_B: int64 on the device.
     parent_T: for token trees, the row each row follows; None means chains.
     qo_indptr [B + 1], kv_indptr [B + 1], kv_len [B], kv_indices [pages]: int32 on the host, where planning happens.
-    spans: the same rows on the host, for drafts that think there.
+    spans: the same rows on the host, for drafts that think there. end_B: int64 on the device, the last row of every
+    sequence that counts, where those after it are there for the shape only; None when all of them count.
     """
 
     token_T: Tensor
@@ -54,6 +55,7 @@ class Batch:
     page_size: int
     spans: tuple[Span, ...]
     parent_T: Tensor | None = None
+    end_B: Tensor | None = None
 
     @classmethod
     def pack(
@@ -105,11 +107,28 @@ class Batch:
         spans = [Span((0,), span.start + offset, span.pages, span.lane) for span in self.spans]
         return Batch.pack(spans, self.page_size, token_B.device, token_T=token_B)
 
+    def holding(self, token_T: Tensor, end_B: Tensor) -> Batch:
+        """The same rows with other tokens, of which those up to end_B count."""
+        return replace(self, token_T=token_T, end_B=end_B)
+
+    def only(self, sequences: list[int]) -> tuple[Batch, Tensor]:
+        """The rows of some of the sequences, and which rows of this batch they are."""
+        first, device = self.qo_indptr.tolist(), self.token_T.device
+        row_T = torch.tensor([row for b in sequences for row in range(first[b], first[b + 1])]).to(device)
+        picked = Batch.pack([self.spans[b] for b in sequences], self.page_size, device, token_T=self.token_T[row_T])
+        if self.end_B is None:
+            return picked, row_T
+        index_B = torch.tensor(sequences)
+        moved_B = picked.qo_indptr[:-1].long() - self.qo_indptr[index_B].long()
+        return replace(picked, end_B=self.end_B[index_B.to(device)] + moved_B.to(device)), row_T
+
     @property
     def num_sequences(self) -> int:
         return len(self.spans)
 
     @property
     def last_row_B(self) -> Tensor:
-        """The last row of every sequence, int64 on the device of the tokens."""
+        """The last row of every sequence that counts, int64 on the device of the tokens."""
+        if self.end_B is not None:
+            return self.end_B
         return (self.qo_indptr[1:] - 1).to(self.token_T.device, torch.int64)

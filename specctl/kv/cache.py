@@ -17,7 +17,7 @@ class LayerKV:
     """What one attention layer stores for a slot.
 
     shapes: one shape per stored tensor; ((G, H), (G, H)) for the keys and values of grouped-query attention,
-        ((kv_lora_rank,), (rope_dim,)) for latent attention.
+        ((kv_lora_rank + rope_dim,),) for latent attention.
     ranks: "leader" when only the leader of a tensor-parallel group keeps the layer (a small draft of a large target).
     """
 
@@ -41,8 +41,9 @@ class KVCache:
         self.layers = layers
         self.num_pages = num_pages
         self.page_size = page_size
+        self.device = torch.device(device)
         self._tensors = [
-            tuple(_zeros((num_pages, page_size, *shape), layer.dtype, torch.device(device)) for shape in layer.shapes)
+            tuple(_zeros((num_pages, page_size, *shape), layer.dtype, self.device) for shape in layer.shapes)
             for layer in layers
         ]
         owners = [layer.owner for layer in layers]

@@ -8,6 +8,7 @@ from typing import Any
 
 from specctl.errors import CheckpointError
 from specctl.keys import Keys
+from specctl.models.quantised import read_scheme
 from specctl.rope import RopeConfig
 
 
@@ -52,28 +53,36 @@ FOREIGN = (
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class CommonConfig:
+    """What every family has. intermediate_size: of an MLP that every token goes through. head_dim: of a query."""
+
     model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
     head_dim: int
     max_position: int
     norm_eps: float
     tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     rope: RopeConfig
 
     @property
     def max_length(self) -> int:
         """The longest text, in tokens, that the model can be run on."""
         return min(self.max_position, self.rope.max_length or self.max_position)
+
+
+@dataclass(frozen=True)
+class ModelConfig(CommonConfig):
+    """Of the Llama family."""
+
+    num_kv_heads: int
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -95,9 +104,6 @@ class ModelConfig:
                 f"{where}: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}, "
                 "expected whole groups of heads"
             )
-        norm_eps = keys.number("rms_norm_eps", 1e-6)
-        if not 0 <= norm_eps < 1:
-            keys.refuse("rms_norm_eps", "expected a small positive number")
         bias = keys.boolean("attention_bias", False) and family.reads_attention_bias
         return cls(
             model_type=config["model_type"],
@@ -109,7 +115,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(keys, family, num_heads),
             max_position=keys.integer("max_position_embeddings"),
-            norm_eps=norm_eps,
+            norm_eps=read_norm_eps(keys),
             tied=keys.boolean("tie_word_embeddings", False),
             qkv_bias=bias or family.biased,
             o_bias=bias,
@@ -117,6 +123,13 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             rope=RopeConfig.read(config, where),
         )
+
+
+def read_norm_eps(keys: Keys) -> float:
+    norm_eps = keys.number("rms_norm_eps", 1e-6)
+    if not 0 <= norm_eps < 1:
+        keys.refuse("rms_norm_eps", "expected a small positive number")
+    return norm_eps
 
 
 def _family(keys: Keys) -> Family:
@@ -160,12 +173,7 @@ def _refuse_windows(keys: Keys, family: Family, num_layers: int) -> None:
 
 
 def _refuse_unsupported(keys: Keys) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if quantization := keys.values.get(key):
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            raise CheckpointError(
-                f"{keys.where}: {key} names {method!r}: quantised checkpoints are not supported; use the original"
-            )
+    read_scheme(keys.values, keys.where)
     for key in EXPERTS:
         if keys.values.get(key):
             keys.refuse(key, "a mixture of experts, which is not supported")

@@ -136,9 +136,10 @@ class _Beside:
         """Milliseconds of the passes of a step with draft length k."""
         passes, device = self.passes, self.passes.target.device
         runs = [passes.at(Place("steps", self.batch, k + 1, context))]
-        if k and passes.drafter is not None:
+        if passes.drafter is not None:
             runs += [passes.at(Place("draft", self.batch, 1, context))] * (k - 1)
-            runs += [passes.at(Place("draft_follow", self.batch, passes.window, context))]
+            if rows := passes.drafter.follow_rows(k):
+                runs += [passes.at(Place("draft_follow", self.batch, rows, context))]
         with _attending(self.drafter, self.attn):
             start = now(device)
             for run in runs:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from specctl.bench.passes import BareModel, own_attention, rows_after
+from specctl.bench.passes import BareModel, draft_pass, own_attention, rows_after
 from specctl.drafts import Draft, Drafter, OneHot
 from specctl.engine.verify import verify
 from specctl.kv.batch import Batch
@@ -59,13 +59,6 @@ class Passes:
         """The draft, if it has passes to run."""
         return None if self.draft is None or self.draft.checkpoint is None else self.draft.drafter
 
-    @property
-    def window(self) -> int:
-        """Rows of each sequence that the draft runs over after a block."""
-        assert self.drafter is not None
-        assert self.drafter.window is not None, f"what {self.drafter.kind} runs over after a block is not fixed"
-        return self.drafter.window
-
     def at(self, place: Place) -> Callable[[], object]:
         """A pass of this kind, ready to run."""
         if place.kind == "steps":
@@ -74,9 +67,8 @@ class Passes:
             rows = self._prompt(place.q)
             return partial(self.bare.run, rows, rows.last_row_B)
         assert self.drafter is not None
-        assert not self.drafter.reads_hidden, f"{self.drafter.kind} is timed without the hidden states it reads"
         rows = self._prompt(place.q) if place.kind == "prefill_draft" else self._rows(place)
-        return partial(self.drafter.catch_up, rows, None, self.drafter.new_carry(place.batch))
+        return draft_pass(self.drafter, rows, self.target)
 
     def _target_step(self, place: Place) -> Callable[[], object]:
         rows, num_slots = self._rows(place), place.q - 1
@@ -99,12 +91,14 @@ class Passes:
 
 
 def places(grid: Grid, passes: Passes) -> list[Place]:
-    """All cells of a grid. A draft without passes has none of its own; draft_follow is the pass after a block."""
+    """All cells of a grid. A draft without passes has none of its own; draft_follow is the pass after a step, of as
+    many rows as it takes there."""
     cells = [(b, c) for b in grid.batches for c in grid.contexts]
     found = [Place("steps", b, q, c) for b, c in cells for q in grid.rows]
     found += [Place("prefill_target", 1, n, 1) for n in grid.prompts]
     if passes.drafter is not None:
         found += [Place("draft", b, 1, c) for b, c in cells]
-        found += [Place("draft_follow", b, passes.window, c) for b, c in cells]
+        follow = sorted({passes.drafter.follow_rows(q - 1) for q in grid.rows} - {0})
+        found += [Place("draft_follow", b, q, c) for b, c in cells for q in follow]
         found += [Place("prefill_draft", 1, n, 1) for n in grid.prompts]
     return found

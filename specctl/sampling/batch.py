@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,6 +67,18 @@ class SamplingBatch:
         self._temperature_B = self._floats([p.temperature or 1.0 for p in params])
         self._filters = self._filters_of(params)
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether sampling does not depend on which tokens there are, only on where."""
+        return not self._penalised
+
+    def after(self, num_tokens_B: Tensor) -> SamplingBatch:
+        """The same batch so many tokens on; which ones they are is not known yet."""
+        assert self.foreseeable
+        later = copy(self)
+        later.position_B = self.position_B + num_tokens_B
+        return later
 
     def scores(self, logits_BMV: Tensor, block_BK: Tensor | None = None, ids_V: Tensor | None = None) -> Tensor:
         """Processed scores of M rows a sequence, in float32 or the logits' wider dtype.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specctl.attention import AttentionBackend
 from specctl.layers import Embedding
-from specctl.models import Llama
+from specctl.models import CausalLM
 
 
 class TrainedEmbedding(Embedding):
@@ -41,7 +41,7 @@ class TrainedEmbedding(Embedding):
         return row_TD
 
 
-def trainable(model: Llama, checkpointing: bool = False) -> Llama:
+def trainable(model: CausalLM, checkpointing: bool = False) -> CausalLM:
     """The model with a gradient for every parameter, which zero_gradients() and nothing else takes back to zero.
     checkpointing: layers are run by run_again()."""
     model.model.embed_tokens = TrainedEmbedding(model.model.embed_tokens.weight)
@@ -62,12 +62,12 @@ def run_again(layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn:
     return cast(Tensor, checkpoint(layer, x_TD, rope, attn, use_reentrant=False, preserve_rng_state=False))
 
 
-def drop_gradients(model: Llama) -> None:
+def drop_gradients(model: CausalLM) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def zero_gradients(model: Llama) -> None:
+def zero_gradients(model: CausalLM) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None, "somebody took a gradient away"
         parameter.grad.zero_()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.attention.dense import DenseAttention
-from specctl.models import Llama
+from specctl.models import CausalLM
 from specctl.train.examples import Example
 from specctl.train.packing import packed
 
@@ -28,7 +28,7 @@ DATA, INDEX = "states.bin", "states.json"
 class HiddenStates:
     """Computes the states whenever they are asked for."""
 
-    def __init__(self, target: Llama, examples: Sequence[Example]) -> None:
+    def __init__(self, target: CausalLM, examples: Sequence[Example]) -> None:
         self._target = target
         self._examples = examples
         self._attn = DenseAttention()
@@ -49,7 +49,7 @@ class HiddenStore(HiddenStates):
     """The same, kept in `directory`. identity: of the target; what was kept for another target, or for other examples,
     is dropped. What was kept after the last sync() may be lost when the machine fails."""
 
-    def __init__(self, target: Llama, examples: Sequence[Example], directory: Path, identity: str) -> None:
+    def __init__(self, target: CausalLM, examples: Sequence[Example], directory: Path, identity: str) -> None:
         super().__init__(target, examples)
         norm = target.model.norm.weight
         self._device, self._width = norm.device, len(norm)

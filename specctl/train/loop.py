@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specctl.drafts import Objective, Trainable
 from specctl.errors import UsageError
-from specctl.models import Llama
+from specctl.models import CausalLM
 from specctl.train.feed import Cursor, Feed
 from specctl.train.gradients import drop_gradients, zero_gradients
 from specctl.train.losses import METRICS
@@ -56,7 +56,7 @@ class Trainer:
     """step: optimiser steps taken. autocast: compute in this dtype where torch thinks it right; None: in the
     weights'."""
 
-    model: Llama
+    model: CausalLM
     drafter: Trainable
     objective: Objective
     optimiser: Optimiser

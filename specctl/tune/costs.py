@@ -67,7 +67,8 @@ class Cells:
 class StepTimes:
     """At one batch and context, in milliseconds. target_SQ: a pass over q + 1 rows, at index q. draft_S: a draft step.
     follow_SK: the draft's pass after a block of k + 1, at index k; follow_plain_S: after a plain step. runs_draft:
-    whether the draft has passes at all."""
+    whether the draft has passes at all; follows_plain: also after plain steps; detaches: but not
+    at K = 0, where the draft is given up."""
 
     target_SQ: np.ndarray
     draft_S: np.ndarray
@@ -77,6 +78,8 @@ class StepTimes:
     spec: float
     per_draft_step: float
     runs_draft: bool
+    follows_plain: bool
+    detaches: bool
 
     def first(self) -> StepTimes:
         """Without the noise."""
@@ -97,8 +100,8 @@ class StepTimes:
 
     @property
     def without_S(self) -> np.ndarray:
-        """A step with K = 0: a draft that reads hidden states follows it by a row."""
-        without_S: np.ndarray = self.plain_S + self.follow_plain_S
+        """A step with K = 0: a draft that reads hidden states follows it by a row, unless it is given up."""
+        without_S: np.ndarray = self.plain_S + (0.0 if self.detaches else self.follow_plain_S)
         return without_S
 
     def drafting_S(self, k: int, longest: int) -> np.ndarray:
@@ -107,17 +110,20 @@ class StepTimes:
         The first token needs no draft step, its logits were carried over by the pass after the last block; so there are
         k of them in all when the block is full. With nothing proposed the step is a plain one.
         """
-        after_S = self.follow_SK[:, k - 1] + self.per_draft_step
         if longest == 0:
-            return self.plain_S + (after_S if self.runs_draft else 0.0)
+            after_S = self.follow_plain_S if self.follows_plain else self.follow_SK[:, 0]
+            return self.plain_S + (after_S + self.per_draft_step if self.runs_draft else 0.0)
+        after_S = self.follow_SK[:, longest - 1] + self.per_draft_step
         steps_S = min(longest, k - 1) * (self.draft_S + self.per_draft_step)
         return self.target_SQ[:, longest] + self.spec + steps_S + after_S
 
 
 class StepCosts:
-    """A profile made ready to be asked. Raises UsageError naming the place that has no plain step."""
+    """A profile made ready to be asked. detaches: at K = 0 a draft that would have to follow is given up. Raises
+    UsageError naming the place that has no plain step."""
 
-    def __init__(self, profile: Profile, where: str) -> None:
+    def __init__(self, profile: Profile, where: str, detaches: bool = False) -> None:
+        self.detaches = detaches
         self.steps, self.draft = Cells(profile.steps), Cells(profile.draft)
         self.follow_plain = Cells([cell for cell in profile.draft_follow if cell.q == 1])
         self.follow_block = Cells([cell for cell in profile.draft_follow if cell.q > 1])
@@ -153,6 +159,8 @@ class StepCosts:
             spec=self.overheads.spec,
             per_draft_step=self.overheads.per_draft_step,
             runs_draft=self.runs_draft,
+            follows_plain=bool(self.follow_plain),
+            detaches=self.detaches,
         )
 
     def _of(self, cells: Cells, batch: int, context: float, rows: np.ndarray, noise: _Noise) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from specctl.engine.engine import MAX_K
 from specctl.errors import UsageError
@@ -16,6 +17,8 @@ from specctl.tune.costs import StepCosts
 from specctl.tune.evidence import Evidence, from_trace
 from specctl.tune.ranges import cells
 from specctl.tune.source import Pair, check_pair
+
+AtK0 = Literal["follow", "detach"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def run_tune(
         longest = _settle({evidence_name: found.acceptance.max_k, "the rest": longest}, k_max)
     else:
         found = Evidence(constant(evidence, longest), [])
-    chooser = Chooser(costs, found.acceptance, longest)
+    chooser, at_k0 = _chooser(profile, profile_name, found.acceptance, longest)
     places = sorted({(cell.batch, cell.context) for cell in profile.steps})
     return Tuning(
         profile=profile_name,
@@ -61,10 +64,42 @@ def run_tune(
             target=pair.target,
             draft=pair.draft,
             accept=AcceptRule(method="coupled" if trace is not None and trace.accept == "coupled" else "exact"),
+            at_k0=at_k0,
             k=cells(chooser),
         ),
-        notices=[*_notices(profile, profile_name, costs, pair), *found.notices],
+        notices=[*_notices(profile, profile_name, costs, pair), *_at_k0_notices(chooser), *found.notices],
     )
+
+
+def _chooser(profile: Profile, name: str, acceptance: Acceptance, k_max: int) -> tuple[Chooser, AtK0]:
+    """Following costs something at K = 0, and giving up costs every later block. Where blocks never pay, there is
+    nothing to give up."""
+    if StepCosts(profile, name).follow_plain:
+        chooser = Chooser(StepCosts(profile, name, detaches=True), acceptance, k_max)
+        if all(cell.k == 0 for cell in cells(chooser)):
+            return chooser, "detach"
+    return Chooser(StepCosts(profile, name), acceptance, k_max), "follow"
+
+
+def _at_k0_notices(chooser: Chooser) -> list[str]:
+    """What K = 0 costs with a draft that has to follow every step, where the policy may come to it."""
+    costs = chooser.costs
+    if not costs.follow_plain:
+        return []
+    if costs.detaches:
+        return [
+            "no block pays anywhere, so the draft is given up for every text (at_k0: detach), which then costs nothing"
+        ]
+    chosen = cells(chooser)
+    if all(cell.k for cell in chosen):
+        return []
+    batch = next(cell.batch[0] or 1 for cell in chosen if cell.k == 0)
+    times = costs.at(batch, max(costs.steps.contexts), 1, 0)
+    share = float(times.without_S[0] / times.plain_S[0]) - 1
+    return [
+        f"at K = 0 the draft follows every step, which is {share:.0%} of a plain step at batch {batch}; at_k0: detach "
+        "in the policy saves it, and gives the draft up for every text that meets K = 0, to its end"
+    ]
 
 
 def settle_k(costs: StepCosts, profile_name: str, pair: Pair, wanted: int | None) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl import attention
-from specctl.bench.passes import cache_shape
+from specctl.bench.passes import BareModel, cache_shape
 from specctl.bench.work import Request
 from specctl.drafts import Draft, Drafter
 from specctl.engine.engine import MAX_K, Engine
@@ -23,6 +23,7 @@ from specctl.engine.sequence import Sequence
 from specctl.kv.batch import Batch, Span
 from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE
+from specctl.models import Hidden
 from specctl.options import DecodingOptions
 from specctl.pair import OpenedDraft, Target, build_engine
 from specctl.sampling.batch import SamplingBatch
@@ -101,15 +102,16 @@ def _differences(
 def _difference(engine: Engine, target: Target, text: Sequence) -> Difference:
     drafter, count = engine.drafter, text.draft_cached
     assert drafter is not None
-    assert not drafter.reads_hidden, f"{drafter.kind} is compared without the hidden states it reads"
     pages = list(range(1, cache_shape(len(text) + MAX_K, 1)[0]))
     cache = KVCache(drafter.kv_layers, len(pages) + 1, PAGE_SIZE, engine.device)
     carry, kept = drafter.new_carry(1), drafter.attn
-    whole = Batch.pack([Span(text.tokens(0, count), 0, pages, 0)], PAGE_SIZE, engine.device)
+    hidden = _hidden(target, text.tokens(0, count), drafter.taps) if drafter.reads_hidden else None
+    tokens = text.tokens(drafter.shift, count + drafter.shift)
+    whole = Batch.pack([Span(tokens, 0, pages, 0)], PAGE_SIZE, engine.device)
     try:
         if drafter.kv_layers:
             drafter.attn = attention.choose(target.options.attention, cache, "draft", engine.device)
-        drafter.catch_up(whole, None, carry)
+        drafter.catch_up(whole, hidden, carry)
         if not drafter.kv_layers:
             return _proposals(drafter, text, engine.carry, carry)
     finally:
@@ -121,6 +123,15 @@ def _difference(engine: Engine, target: Target, text: Sequence) -> Difference:
         for ours, theirs in zip(engine.cache.layer("draft", layer), cache.layer("draft", layer), strict=True)
     ]
     return Difference(math.nan if any(map(math.isnan, sizes)) else max(sizes), where)
+
+
+def _hidden(target: Target, tokens: list[int], taps: tuple[int, ...]) -> Hidden:
+    """What one pass of the target over a text leaves."""
+    bare = BareModel.of_target(target, len(tokens))
+    rows = Batch.pack([Span(tokens, 0, list(range(1, cache_shape(len(tokens), 1)[0])), 0)], PAGE_SIZE, bare.device)
+    bare.attn.plan(rows)
+    hidden: Hidden = bare.model(rows, bare.attn, taps)
+    return hidden
 
 
 def _slots(pages: list[int], count: int) -> Tensor:

@@ -56,7 +56,7 @@ def open_pair(target: Target, name: str, decoding: DecodingOptions) -> Opened:
         return Opened(None, [held("opens", None, False, str(error))])
     says = f"{name} ({draft.drafter.kind}) drafts for {target.name}" + "".join(f"; {note}" for note in draft.notices)
     checks = [held("opens", None, True, says), _finite("target weights", target.checkpoint, target.dtype)]
-    if draft.checkpoint is not None:
+    if draft.checkpoint is not None and draft.checkpoint is not target.checkpoint:
         checks.append(_finite("draft weights", draft.checkpoint, target.dtype))
         checks += _made_for(target, draft.checkpoint)
     checks += _policy(target, draft, decoding)
