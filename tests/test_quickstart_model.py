@@ -27,10 +27,11 @@ from specctl.digest import tensors_sha
 from specctl.options import ModelOptions
 from specctl.pair import open_target
 from specctl.quickstart import model as quickstart_model
+from specctl.quickstart import tuning
 from specctl.quickstart.model import NAME, cache_directory, small_model
 from specctl.text.tokenizer import Tokenizer
 
-SMALL = ("--max-tokens", 4, "--limit", 2, "--minutes", 0.001, "--threads", 1)
+SMALL = ("--max-tokens", 4, "--limit", 2, "--minutes", 0.001, "--answers", 0, "--threads", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are timed to see that they run, not how fast."""
     monkeypatch.setattr(passes, "MIN_ROUNDS", 1)
     monkeypatch.setattr(passes, "MAX_ROUNDS", 2)
+    monkeypatch.setattr(tuning, "REPEATS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -230,8 +232,9 @@ def test_own_model_and_json(run: Run, wheel: Path, cache: Path) -> None:
     assert value["output"] == "out"
     assert value["serve"].startswith(f"specctl serve --target {cache}")
     assert NAME in value["verdict"]
-    assert value["report"] == json.loads(Path("out", "REPORT.json").read_text())
-    assert sorted(file.name for file in Path("out").iterdir()) == ["REPORT.html", "REPORT.json", "TRACE.json"]
+    for name in ("REPORT.json", "GENERAL.json"):
+        assert value["reports"][name] == json.loads(Path("out", name).read_text())
+    assert not Path("out", "old").exists()
     assert NAME in Path("out", "REPORT.html").read_text()
 
 

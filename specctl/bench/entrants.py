@@ -79,7 +79,7 @@ def enter(
         runners += _engine_runners(target, (label, draft), entries[label], decoding, progress)
     if "transformers" in options.baselines:
         lengths = {label: (draft, _assisted_k(entries[label])) for label, draft in drafts.items()}
-        assisted = {label: (draft, k) for label, (draft, k) in lengths.items() if k > 0}
+        assisted = {label: (draft, k) for label, (draft, k) in lengths.items() if options.assisted and k > 0}
         runners += transformers_runners(target, assisted, decoding, progress)
     return runners
 

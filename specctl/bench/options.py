@@ -10,7 +10,8 @@ BASELINES = ("plain", "transformers")
 @dataclass(frozen=True)
 class BenchOptions:
     """baselines: "plain" is measured anyway. sweep_k: the draft lengths to measure, in place of one. anatomy, trace:
-    also find out where a step's time goes, and what became of every draft. passes: time bare passes, for c, v and u."""
+    also find out where a step's time goes, and what became of every draft. passes: time bare passes, for c, v and u.
+    assisted: let transformers use the drafts as well."""
 
     baselines: tuple[str, ...] = ("plain",)
     repeats: int = 3
@@ -18,3 +19,4 @@ class BenchOptions:
     anatomy: bool = False
     trace: bool = False
     passes: bool = True
+    assisted: bool = True

@@ -28,7 +28,7 @@ def markdown(report: Report, anatomy: Anatomy | None = None, plots: Sequence[str
 
 def terminal(report: Report, anatomy: Anatomy | None = None) -> str:
     """The closing table, what else was compared, and the anatomy if there is one."""
-    lines = [_aligned(_closing_rows(report)), "", *_undrafted(report)]
+    lines = [aligned(_closing_rows(report)), "", *_undrafted(report)]
     for comparison in report.comparisons:
         if comparison.against != "plain":
             lines.append(
@@ -36,8 +36,8 @@ def terminal(report: Report, anatomy: Anatomy | None = None) -> str:
                 f"{answers(report, comparison)}"
             )
     if anatomy is not None:
-        lines += ["", "milliseconds a token, by phase", _aligned(_phase_rows(anatomy))]
-        lines += ["", "milliseconds a pass, by part of the model", _aligned(_part_rows(anatomy))]
+        lines += ["", "milliseconds a token, by phase", aligned(_phase_rows(anatomy))]
+        lines += ["", "milliseconds a pass, by part of the model", aligned(_part_rows(anatomy))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -218,7 +218,7 @@ def _is_lossy(run: Run) -> bool:
     return run.speculation is not None and run.speculation.lossy
 
 
-def _aligned(rows: Rows) -> str:
+def aligned(rows: Rows) -> str:
     """Columns as wide as their widest cell; the first and the last column to the left, as they are words."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
@@ -231,7 +231,7 @@ def _aligned(rows: Rows) -> str:
 
 
 def _piped(rows: Rows) -> str:
-    """A markdown table, aligned like `_aligned`."""
+    """A markdown table, aligned like `aligned`."""
     rule = ["---" if i in (0, len(rows[0]) - 1) else "---:" for i in range(len(rows[0]))]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in (escaped[0], rule, *escaped[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,27 +13,26 @@ import jinja2
 from specctl.bench.plots import draw
 from specctl.pair import Target
 from specctl.prompts import Prompt
-from specctl.quickstart.verdict import COLUMNS, Row, Verdict
+from specctl.quickstart.plan import by_class
+from specctl.quickstart.stages import Stages, span
+from specctl.quickstart.training import PICTURE, K, Trained
+from specctl.quickstart.tuning import Tuned
+from specctl.quickstart.verdict import COLUMNS, Row, Verdict, table
 from specctl.schemas.report import Report
-from specctl.schemas.trace import Trace, TraceClass
+from specctl.schemas.validation import Validation
+from specctl.tune.render import reason
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
-CLASSES = {
-    "rewrite": "rewrite a text that is given",
-    "extract": "pick something out of a text that is given",
-    "code": "change or translate a piece of code",
-    "chat": "talk, explain, tell a story",
-    "math": "work out a small sum",
-}
 CAPTIONS = {
-    "speedup": "Tokens a second over those of plain decoding, for each draft length K. The dotted line is what the "
-    "passes and the acceptance would give if every step had a draft.",
+    "speedup": "Tokens a second over those of plain decoding, for each draft length K, on the domain's prompts. The "
+    "dotted line is what the passes and the acceptance would give if every step had a draft.",
     "acceptance": "How often a draft was right up to its first, second, ... token. It can only fall: a token counts "
     "only when all before it were accepted.",
     "step": "A speculative step costs more than a plain one (bars) and brings more than one token (diamonds). It pays "
     "when the diamond lies to the right of the bar's end.",
 }
+TRAINING_CAPTION = "Training: the loss of every step, and what the engine accepted of the draft on held-out prompts."
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Class:
-    """Acceptance of one class of prompts. rate: of the drafted tokens, None when nothing was drafted."""
-
-    name: str
-    what: str
-    prompts: int
-    drafts: int
-    rate: float | None
-    length: float | None
-
-
-@dataclass(frozen=True)
 class Commands:
     """The lines to go on with."""
 
@@ -76,50 +63,79 @@ class Commands:
     bench: str
 
 
-def page(
-    report: Report,
-    trace: Trace,
-    prompts: list[Prompt],
-    facts: Facts,
-    verdict: Verdict,
-    rows: list[Row],
-    commands: Commands,
-) -> str:
-    """The HTML text."""
+@dataclass(frozen=True)
+class Measured:
+    """One set of prompts and what was measured on it. file: of the report."""
+
+    what: str
+    file: str
+    prompts: list[Prompt]
+    report: Report
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What it all came to. trained, validation: None where no draft was trained; tuned: where nothing was drafted."""
+
+    trained: Trained | None
+    tuned: Tuned | None
+    validation: Validation | None
+    verdict: Verdict
+    commands: Commands
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The rows of one set of prompts."""
+
+    what: str
+    kinds: list[tuple[str, int]]
+    rows: list[Row]
+
+
+def page(measured: list[Measured], found: Findings, facts: Facts, stages: Stages, directory: Path) -> str:
+    """The HTML text. measured: the domain first, which the verdict is about. directory: where training left its
+    picture."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    best = found.verdict.run or "plain"
     return template.render(
-        report=report,
-        trace=trace,
-        classes=[_class(each) for each in trace.classes],
-        kinds=Counter(prompt.class_ for prompt in prompts),
+        report=measured[0].report,
+        found=found,
+        verdict=found.verdict,
         facts=facts,
-        verdict=verdict,
         columns=COLUMNS,
-        rows=rows,
-        commands=commands,
-        pictures=_pictures(report),
+        tables=[
+            _Table(each.what, list(by_class(each.prompts)), table(each.report, best if not i else None))
+            for i, each in enumerate(measured)
+        ],
+        decisions=list(_decisions(found.tuned)),
+        k_trained=K,
+        stages=[(s.name, "" if s.budget is None else span(s.budget), span(s.seconds)) for s in stages.done],
+        commands=found.commands,
+        pictures=_pictures(measured[0].report),
+        training_picture=_embedded(directory / PICTURE) if found.trained is not None else None,
+        training_caption=TRAINING_CAPTION,
+        files=[each.file for each in measured],
     )
 
 
-def _class(trace: TraceClass) -> Class:
-    drafted, accepted = sum(trace.drafted_per_position), sum(trace.accepted_per_position)
-    return Class(
-        name=trace.class_,
-        what=CLASSES.get(trace.class_, ""),
-        prompts=len(trace.requests),
-        drafts=trace.num_drafts,
-        rate=accepted / drafted if drafted else None,
-        length=1 + accepted / trace.num_drafts if trace.num_drafts else None,
-    )
+def _decisions(tuned: Tuned | None) -> Iterator[tuple[str, ...]]:
+    """What tune chose, by batch."""
+    for decision in [] if tuned is None else tuned.tuning.decisions:
+        chosen = decision.chosen
+        low, middle, high = chosen.band
+        gain = f"{middle:.2f} ({low:.2f} - {high:.2f})" if chosen.k else "1"
+        yield str(decision.batch), str(chosen.k), gain, reason(decision)
 
 
 def _pictures(report: Report) -> list[tuple[str, str]]:
     """Pictures as data addresses, with their captions."""
     with tempfile.TemporaryDirectory() as directory:
-        return [
-            ("data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii"), CAPTIONS[path.stem])
-            for path in draw(report, Path(directory))
-        ]
+        return [(_embedded(path), CAPTIONS[path.stem]) for path in draw(report, Path(directory))]
+
+
+def _embedded(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")

@@ -1,92 +1,219 @@
-"""quickstart from a name (or none) to a directory with a report. What is measured, and how, is bench's business."""
+"""quickstart from a name (or none) to a directory with a report: a draft trained, its length tuned, gates run, and all
+of it measured on prompts that nothing was chosen by. How each is done is the business of the commands of that name."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import textwrap
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from specctl.bench.command import first_fault, say
 from specctl.bench.options import BenchOptions
+from specctl.bench.render import aligned
 from specctl.bench.run import measure
 from specctl.errors import GateFailed
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.output import new_directory, to_json
-from specctl.pair import Target, free_memory, open_draft, open_target
+from specctl.pair import OpenedDraft, Target, free_memory, open_draft, open_target
+from specctl.prompts import Prompt
+from specctl.quickstart import plan as planning
+from specctl.quickstart.mails import TRAINING, VALIDATION
 from specctl.quickstart.model import NAME, small_model
-from specctl.quickstart.page import Commands, Facts, page
-from specctl.quickstart.plan import ANSWERS, LENGTHS, Plan, choose, own_prompts, trial
-from specctl.quickstart.verdict import COLUMNS, Row, Verdict, judge, table
-from specctl.schemas.report import Report
-from specctl.schemas.trace import Trace
+from specctl.quickstart.page import Commands, Facts, Findings, Measured, page
+from specctl.quickstart.plan import Pace, Plan, Training
+from specctl.quickstart.stages import Stages, span
+from specctl.quickstart.training import DRAFT, RECIPE, VALIDATED, K, Trained, train
+from specctl.quickstart.tuning import POLICY, PROFILE, TRACE, Tuned, check, tune
+from specctl.quickstart.tuning import VALIDATION as VERDICTS
+from specctl.quickstart.verdict import COLUMNS, Verdict, judge, table
+from specctl.schemas.validation import Validation
+from specctl.validate.render import verdict as gates_verdict
 
-HTML, REPORT, TRACE = "REPORT.html", "REPORT.json", "TRACE.json"
+HTML, REPORT = "REPORT.html", "REPORT.json"
+LENGTHS = (1, 2, 3, 5)
+"""The draft lengths measured where nothing was trained."""
+
+OTHER_SHARE = 0.25
+"""Of the time left for measuring, for each set of prompts beside the domain's."""
+
+RESERVE = 20.0
+"""Seconds for what no stage plans for: models opened again, the page."""
+
+NAMED = (f"{DRAFT}/specctl.json", RECIPE, PROFILE, TRACE, POLICY, VERDICTS)
+"""Files that name the directory they were made in."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user settles: where to, how many minutes to measure for, and if wished answer length and prompts."""
+    """What the user settles: where to, how many minutes for all, and if wished how many answers to train on (0: none),
+    how long an answer is, how many prompts to measure on, and prompts to measure on besides."""
 
     output: Path
     force: bool = False
-    minutes: float = 7.0
+    minutes: float = 15.0
+    answers: int | None = None
     max_tokens: int | None = None
     limit: int | None = None
+    prompts: tuple[str, list[Prompt]] | None = None
+
+    @property
+    def longest(self) -> int:
+        return self.max_tokens or planning.LONGEST
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    report: Report
-    trace: Trace
-    verdict: Verdict
-    rows: list[Row]
-    commands: Commands
+@dataclass
+class _Run:
+    """What is known so far."""
+
+    target: Target
+    name: str
+    model: ModelOptions
+    wishes: Wishes
+    directory: Path
+    stages: Stages
+    measured: list[Measured] = field(default_factory=list)
+
+    def training(self, pace: Pace) -> Training:
+        prompts = self._fitting(TRAINING.prompts("train"))
+        length = planning.mean_length(prompts[: planning.TOGETHER], self.target)
+        chosen = planning.choose_training(pace, length, self.stages.seconds, self.wishes.longest, self.wishes.answers)
+        if not chosen.answers:
+            say(
+                "      no draft is trained: "
+                + ("--answers 0" if self.wishes.answers == 0 else "the answers to learn from take too long here")
+            )
+        return chosen
+
+    def train(self, training: Training) -> Trained:
+        prompts = self._fitting(TRAINING.prompts("train"))[: training.answers]
+        validation = self._fitting(VALIDATION.prompts("validation"))
+        return train(self.target, prompts, validation, self.wishes.longest, self.model, self.directory, _indented)
+
+    def tune(self, draft: OpenedDraft) -> Tuned | None:
+        validation = self._fitting(VALIDATION.prompts("validation"))
+        return tune(self.target, draft, validation, self.wishes.longest, self.directory, _indented)
+
+    def check(self, draft: OpenedDraft, length: float) -> Validation:
+        prompts = self._fitting(VALIDATION.prompts("validation"))[:VALIDATED]
+        return check(self.target, draft, length, K, prompts, self.wishes.longest, self.directory)
+
+    def measure(
+        self,
+        what: str,
+        file: str,
+        prompts: list[Prompt],
+        drafts: list[OpenedDraft],
+        lengths: tuple[int, ...],
+        plan: Plan,
+    ) -> Measured:
+        baselines = ("plain", "transformers") if plan.transformers else ("plain",)
+        options = BenchOptions(baselines, repeats=plan.repeats, sweep_k=lengths, assisted=False)
+        decoding = DecodingOptions(drafts=tuple(draft.name for draft in drafts), max_tokens=plan.max_tokens)
+        found = measure(self.target, drafts, plan.prompts, options, decoding, _indented)
+        done = Measured(what, file, plan.prompts, found.report)
+        self.measured.append(done)
+        return done
+
+    def _fitting(self, prompts: list[Prompt]) -> list[Prompt]:
+        return planning.fitting(prompts, self.target, self.wishes.longest)
 
 
 def quickstart(target_name: str | None, model: ModelOptions, wishes: Wishes, *, as_json: bool) -> None:
-    """Measure and write the report. The closing table (or with as_json one object) goes to stdout, all else to stderr.
+    """Do everything and write the report. The closing tables (or with as_json one object) go to stdout, all else to
+    stderr.
 
-    Raises UsageError before any work when the output is there, and GateFailed, after everything is written, when
-    answers differ that have to be the same.
+    Raises UsageError before any work when the output is there, and GateFailed, after everything is written, when a gate
+    failed or answers differ that have to be the same.
     """
+    stages = Stages(8, 60 * wishes.minutes, say)
     with new_directory(wishes.output, force=wishes.force) as directory:
-        say("[1/4] model: " + (target_name or f"{NAME}, from its package"))
-        path = target_name or str(small_model(say))
-        target = open_target(path, model)
-        plan = _plan(target, wishes)
-        say(f"[3/4] measuring, about {_minutes(plan.seconds)}")
-        outcome = _measure(target, target_name or NAME, plan, model)
-        say("[4/4] writing the report, some seconds")
-        _write(directory, outcome, Facts.of(target, target_name or NAME), plan)
-    _show(outcome, wishes.output, as_json)
-    if fault := first_fault(outcome.report):
-        raise GateFailed(f"{wishes.output / REPORT}: {fault}")
+        with stages.stage("model: " + (target_name or f"{NAME}, from its package")):
+            path = target_name or str(small_model(say))
+            target = open_target(path, model)
+        run = _Run(target, target_name or NAME, model, wishes, directory, stages)
+        found = _work(run)
+        with stages.stage("writing the report"):
+            _write(run, found)
+    _show(run, found, as_json)
+    if faults := list(_faults(run, found)):
+        raise GateFailed(f"{wishes.output}: {faults[0]}")
 
 
-def _plan(target: Target, wishes: Wishes) -> Plan:
-    prompts = own_prompts(target, wishes.max_tokens or ANSWERS[0])
-    say("[2/4] trial: one plain answer, to see how much can be measured in the time")
-    pace = trial(target, prompts[0])
-    plan = choose(
-        prompts,
+def _work(run: _Run) -> Findings:
+    stages, wishes = run.stages, run.wishes
+    with stages.stage("trial: a few plain answers, to see what fits into the time"):
+        mails = planning.held_out_prompts(run.target, wishes.longest)
+        pace = planning.trial(run.target, mails)
+        say(
+            f"      {1000 * pace.token:.0f} ms a token, {1000 * pace.together:.1f} when {planning.TOGETHER} texts are "
+            f"decoded at once, {1000 * pace.prompt:.1f} a token of a prompt"
+        )
+        training = run.training(pace)
+    drafts, trained, validation = [open_draft("ngram", run.target)], None, None
+    if training.answers:
+        about = f"training a draft: {training.answers} answers by the target, then {planning.EPOCHS} passes over them"
+        with stages.stage(about, training.seconds):
+            trained = run.train(training)
+        drafts.append(open_draft(str(run.directory / DRAFT), run.target))
+    with stages.stage("profiling this machine, and choosing the draft length", _tuning_budget(run)):
+        tuned = run.tune(drafts[-1])
+    if trained is not None:
+        with stages.stage("gates: whether the pair is what it should be", _tuning_budget(run)):
+            validation = run.check(drafts[-1], trained.length)
+    stages.total = len(stages.done) + 3
+    lengths = LENGTHS if trained is None else tuple(sorted({K, (tuned.k if tuned else 0) or 1}))
+    verdict = _measure(run, pace, mails, drafts, lengths)
+    return Findings(trained, tuned, validation, verdict, _commands(run, verdict, tuned))
+
+
+def _tuning_budget(run: _Run) -> float:
+    return planning.TUNING_SHARE / 2 * run.stages.seconds
+
+
+def _measure(
+    run: _Run, pace: Pace, mails: list[Prompt], drafts: list[OpenedDraft], lengths: tuple[int, ...]
+) -> Verdict:
+    """The domain's prompts first; what came out best there then on others."""
+    wishes, stages = run.wishes, run.stages
+    sets = [("general prompts", "GENERAL.json", planning.general_prompts(run.target, wishes.longest))]
+    if wishes.prompts is not None:
+        name, prompts = wishes.prompts
+        sets.append((name, "PROMPTS.json", planning.fitting(prompts, run.target, wishes.longest)))
+    left, runs = max(0.0, stages.left - RESERVE), len(drafts) * len(lengths)
+    plan = planning.choose(
+        mails,
         pace,
-        60 * wishes.minutes,
-        transformers=_fits_twice(target),
-        max_tokens=wishes.max_tokens,
+        left * (1 - OTHER_SHARE * len(sets)),
+        runs=runs,
+        max_tokens=wishes.longest,
+        transformers=_fits_twice(run.target),
         limit=wishes.limit,
     )
-    say(
-        f"      {1000 * pace.token:.0f} ms a token, {pace.first:.1f} s to the first; for {wishes.minutes:g} minutes "
-        f"(--minutes): {len(plan.prompts)} of {len(prompts)} prompts, answers of at most {plan.max_tokens} tokens, "
-        f"measured {'once' if plan.repeats == 1 else f'{plan.repeats} times'}"
-    )
-    if plan.seconds > 1.5 * 60 * wishes.minutes:
-        say("      that is more than fits: the machine is slow or busy; Ctrl-C ends the run and leaves nothing behind")
-    if not plan.transformers:
-        say("      transformers is left out: there is no memory for a second copy of the model")
-    return plan
+    with stages.stage(f"measuring on {len(plan.prompts)} held-out prompts of the domain", plan.seconds):
+        if not plan.transformers:
+            say("      transformers is left out: there is no memory for a second copy of the model")
+        domain = run.measure("held-out mails", REPORT, mails, drafts, lengths, plan)
+    verdict = judge(domain.report, run.name)
+    plans = [
+        planning.choose(
+            prompts,
+            pace,
+            left * OTHER_SHARE,
+            runs=len(drafts),
+            max_tokens=wishes.longest,
+            transformers=False,
+            limit=None if wishes.limit is None else min(wishes.limit, len(prompts)),
+        )
+        for _, _, prompts in sets
+    ]
+    number = sum(len(plan.prompts) for plan in plans)
+    with stages.stage(f"measuring on {number} other prompts", sum(plan.seconds for plan in plans)):
+        for (what, file, prompts), plan in zip(sets, plans, strict=True):
+            run.measure(what, file, prompts, drafts, (verdict.k,), plan)
+    return verdict
 
 
 def _fits_twice(target: Target) -> bool:
@@ -95,74 +222,106 @@ def _fits_twice(target: Target) -> bool:
     return free_memory(target.device) > 1.2 * weights * target.dtype.itemsize
 
 
-def _measure(target: Target, name: str, plan: Plan, model: ModelOptions) -> _Outcome:
-    baselines = ("plain", "transformers") if plan.transformers else ("plain",)
-    options = BenchOptions(baselines, repeats=plan.repeats, sweep_k=LENGTHS, trace=True)
-    decoding = DecodingOptions(drafts=("ngram",), max_tokens=plan.max_tokens)
-    measured = measure(
-        target, [open_draft("ngram", target)], plan.prompts, options, decoding, lambda s: say(f"      {s}")
-    )
-    assert measured.trace is not None
-    report, verdict = measured.report, judge(measured.report, name)
-    commands = _commands(target.name, verdict.k, model)
-    return _Outcome(report, measured.trace, verdict, table(report, verdict.k), commands)
-
-
-def _commands(target: str, k: int, model: ModelOptions) -> Commands:
+def _commands(run: _Run, verdict: Verdict, tuned: Tuned | None) -> Commands:
     """The lines to go on with, with whatever was said here on how to run the model."""
-    changed = [f for f in fields(ModelOptions) if getattr(model, f.name) != f.default]
-    flags = [word for f in changed for word in (f"--{f.name.replace('_', '-')}", str(getattr(model, f.name)))]
-    serve = ["specctl", "serve", "--target", target, *(["--draft", "ngram", "--k", str(k)] if k else []), *flags]
-    lengths = ",".join(map(str, LENGTHS))
-    bench = ["specctl", "bench", "--target", target, "--draft", "ngram", "--sweep-k", lengths, *flags]
-    return Commands(shlex.join(serve), shlex.join([*bench, "--prompts", "mine.jsonl", "--output", "mine.json"]))
-
-
-def _write(directory: Path, outcome: _Outcome, facts: Facts, plan: Plan) -> None:
-    report, trace = outcome.report, outcome.trace
-    files = {
-        REPORT: to_json(report.model_dump(mode="json", by_alias=True)) + "\n",
-        TRACE: to_json(trace.model_dump(mode="json", by_alias=True)) + "\n",
-        HTML: page(report, trace, plan.prompts, facts, outcome.verdict, outcome.rows, outcome.commands),
-    }
-    for name, text in files.items():
-        (directory / name).write_text(text, encoding="utf-8")
-
-
-def _show(outcome: _Outcome, output: Path, as_json: bool) -> None:
-    verdict, commands = outcome.verdict, outcome.commands
-    if as_json:
-        value = {
-            "output": str(output),
-            "k": verdict.k,
-            "verdict": verdict.headline,
-            "serve": commands.serve,
-            "report": outcome.report.model_dump(mode="json", by_alias=True),
-        }
-        sys.stdout.write(to_json(value) + "\n")
-        return
-    lines = [
-        "",
-        _aligned([COLUMNS, *(row.cells for row in outcome.rows)]),
-        "",
-        *(textwrap.fill(sentence, 100) for sentence in (verdict.headline, verdict.because, verdict.text)),
-        "",
-        f"report:  {output / HTML}",
-        f"go on:   {commands.serve}",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = (0, len(widths) - 1)
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    changed = [f for f in fields(ModelOptions) if getattr(run.model, f.name) != f.default]
+    flags = [word for f in changed for word in (f"--{f.name.replace('_', '-')}", str(getattr(run.model, f.name)))]
+    learned = verdict.label != "ngram"
+    draft = str(run.wishes.output / DRAFT) if learned else "ngram"
+    target = run.target.name
+    serve = ["specctl", "serve", "--target", target]
+    if (
+        verdict.pays and learned and tuned is not None and tuned.k == verdict.k
+    ):  # what was predicted came true: it holds under load as well
+        serve += ["--draft", draft, "--policy", str(run.wishes.output / POLICY)]
+    elif verdict.pays:
+        serve += ["--draft", draft, "--k", str(verdict.k)]
+    bench = ["specctl", "bench", "--target", target, "--draft", draft, "--sweep-k", ",".join(map(str, LENGTHS))]
+    return Commands(
+        shlex.join([*serve, *flags]),
+        shlex.join([*bench, *flags, "--prompts", "mine.jsonl", "--output", "mine.json"]),
     )
 
 
-def _minutes(seconds: float) -> str:
-    return f"{max(1, round(seconds))} seconds" if seconds < 90 else f"{round(seconds / 60)} minutes"
+def _write(run: _Run, found: Findings) -> None:
+    for measured in run.measured:
+        value = measured.report.model_dump(mode="json", by_alias=True)
+        (run.directory / measured.file).write_text(to_json(value) + "\n", encoding="utf-8")
+    for name in NAMED:
+        path = run.directory / name
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            path.write_text(_named(run, text), encoding="utf-8")
+    facts = Facts.of(run.target, run.name)
+    text = page(run.measured, found, facts, run.stages, run.directory)
+    (run.directory / HTML).write_text(_named(run, text), encoding="utf-8")
+
+
+def _named(run: _Run, text: str) -> str:
+    """With the place where everything will be in place of the one where it was made."""
+    return text.replace(str(run.directory), str(run.wishes.output))
+
+
+def _show(run: _Run, found: Findings, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(to_json(_as_json(run, found)) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(run, found)) + "\n")
+
+
+def _as_json(run: _Run, found: Findings) -> dict[str, object]:
+    verdict = found.verdict
+    return {
+        "output": str(run.wishes.output),
+        "run": verdict.run,
+        "k": verdict.k if verdict.pays else 0,
+        "verdict": verdict.headline,
+        "serve": found.commands.serve,
+        "gates_passed": None if found.validation is None else found.validation.passed,
+        "stages": [{"name": s.name, "budget_s": s.budget, "seconds": s.seconds} for s in run.stages.done],
+        "reports": {m.file: m.report.model_dump(mode="json", by_alias=True) for m in run.measured},
+    }
+
+
+def _lines(run: _Run, found: Findings) -> Iterator[str]:
+    verdict = found.verdict
+    yield ""
+    yield aligned(
+        [
+            ["stage", "budget", "took"],
+            *(
+                [s.name.split(":")[0], "" if s.budget is None else span(s.budget), span(s.seconds)]
+                for s in run.stages.done
+            ),
+        ]
+    )
+    for measured in run.measured:
+        yield f"\n{measured.what}, {len(measured.prompts)} prompts"
+        best = (verdict.run or "plain") if measured is run.measured[0] else None
+        yield aligned([list(COLUMNS), *(list(row.cells) for row in table(measured.report, best))])
+    yield ""
+    for sentence in (verdict.headline, *verdict.because, verdict.text, *_more(found)):
+        yield textwrap.fill(sentence, 100)
+    yield f"\nreport:  {run.wishes.output / HTML}\ngo on:   {found.commands.serve}"
+
+
+def _more(found: Findings) -> Iterator[str]:
+    """What training, tuning and gates came to."""
+    tuned = found.tuned
+    if tuned is not None:
+        predicted = f"{tuned.predicted:.2f} for K = {tuned.k}" if tuned.k else "that no draft length pays"
+        yield f"tune predicted {predicted}, from the profile of this machine and the acceptance on other prompts."
+    if found.validation is not None:
+        yield f"Gates: {gates_verdict(found.validation)}."
+
+
+def _faults(run: _Run, found: Findings) -> Iterator[str]:
+    for measured in run.measured:
+        if fault := first_fault(measured.report):
+            yield f"{measured.file}: {fault}"
+    if found.validation is not None and not found.validation.passed:
+        yield f"{VERDICTS}: {gates_verdict(found.validation)}"
+
+
+def _indented(sentence: str) -> None:
+    say(f"      {sentence}")

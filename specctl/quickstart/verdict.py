@@ -1,6 +1,6 @@
-"""What a report comes to: a table to close with, the draft length to go on with, and a sentence that says why.
+"""What a report comes to: a table to close with, the draft and its length to go on with, and sentences that say why.
 
-A draft length pays when the whole 95 % interval of its speed-up lies above 1 and its text is the target's own. It knows
+A run pays when the whole 95 % interval of its speed-up lies above 1 and its text is the target's own. It knows
 nothing about pages or terminals.
 """
 
@@ -26,48 +26,80 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """k: the draft length that pays best, 0 when none does. speedup, ci95: of it, or of the one that came nearest.
-    headline: the outcome; because: what it is made of; text: whether the text is the target's own."""
+    """run: the one to go on with, None when no draft pays; label, k: its draft and draft length. speedup, ci95: of it,
+    or of the one that came nearest. headline: the outcome; because: for each draft what its best run is made of; text:
+    whether the text is the target's own."""
 
+    run: str | None
+    label: str
     k: int
     speedup: float
     ci95: tuple[float, float] | None
     headline: str
-    because: str
+    because: tuple[str, ...]
     text: str
+
+    @property
+    def pays(self) -> bool:
+        return self.run is not None
 
 
 def judge(report: Report, model: str) -> Verdict:
     """The verdict on the drafts of a report; `model` is what the sentences call the target."""
     drafted = [c for c in report.comparisons if c.against == "plain" and report.run(c.run).k]
-    paying = [c for c in drafted if pays(c)]
+    paying = [c for c in drafted if pays(c) and _proposed(report.run(c.run))]
     chosen = max(paying or drafted, key=lambda c: c.speedup)
-    run = report.run(chosen.run)
-    assert run.k
+    label, k = label_of(report.run(chosen.run))
     ci95 = None if chosen.ci95 is None else (chosen.ci95[0], chosen.ci95[1])
     faster = f"{chosen.speedup:.2f} times as fast"
     sure = "" if ci95 is None else f" (95 %: {ci95[0]:.2f} to {ci95[1]:.2f})"
     if paying:
-        headline = f"Prompt lookup with K = {run.k} makes {model} {faster}{sure} on this machine."
+        headline = f"{called(label)} with K = {k} makes {model} {faster}{sure} on this machine."
     else:
-        headline = (
-            f"Prompt lookup does not pay for {model} on this machine: at best, with K = {run.k}, it is {faster}{sure}."
-        )
+        headline = f"Nothing pays for {model} on this machine: at best, {_lower(called(label))} with K = {k}, "
+        headline += f"it is {faster}{sure}."
         if chosen.speedup > 1:
             doubt = "one prompt is no measurement" if ci95 is None else "the interval reaches down to 1 or below"
             headline += f" That may be chance: {doubt}."
+    best_of = {label_of(report.run(c.run))[0]: c for c in sorted(drafted, key=lambda c: c.speedup)}
+    others = [c for c in best_of.values() if c is not chosen]
+    because = tuple(_because(report, report.run(c.run), c) for c in [chosen, *others])
     return Verdict(
-        run.k if paying else 0, chosen.speedup, ci95, headline, _because(report, run, chosen), _text(drafted)
+        run=chosen.run if paying else None,
+        label=label,
+        k=k,
+        speedup=chosen.speedup,
+        ci95=ci95,
+        headline=headline,
+        because=because,
+        text=_text(drafted) + _doubt(report),
     )
+
+
+def called(label: str) -> str:
+    """A draft at the beginning of a sentence."""
+    return "Prompt lookup" if label == "ngram" else "The trained draft"
+
+
+def label_of(run: Run) -> tuple[str, int]:
+    """The draft of a run of ours, and its length."""
+    assert run.k is not None
+    return run.name.removesuffix(f" k={run.k}"), run.k
 
 
 def pays(comparison: Comparison) -> bool:
     return comparison.ci95 is not None and comparison.ci95[0] > 1 and comparison.identical is not False
 
 
-def table(report: Report, k: int) -> list[Row]:
-    """The closing table; `k` of the verdict marks the run to go on with. Speed-ups are over plain decoding."""
-    return [_row(report, run, run.name == "plain" if k == 0 else run.name == f"ngram k={k}") for run in report.runs]
+def _proposed(run: Run) -> bool:
+    """What never drafted is not faster but lucky."""
+    return run.speculation is not None and run.speculation.num_drafts > 0
+
+
+def table(report: Report, best: str | None) -> list[Row]:
+    """The closing table; `best`: the run to go on with, None where it is not chosen. Speed-ups are over plain
+    decoding."""
+    return [_row(report, run, run.name == best) for run in report.runs]
 
 
 def _row(report: Report, run: Run, best: bool) -> Row:
@@ -116,15 +148,24 @@ def _because(report: Report, run: Run, comparison: Comparison) -> str:
     """The speed-up taken apart: what a step brings over what it costs."""
     step = next((step for step in step_costs(report) if step.run == run.name), None)
     counters = run.speculation
+    label, k = label_of(run)
+    head = f"{called(label)}, K = {k}:"
     if step is None or counters is None or counters.acceptance_rate is None:
-        return "Nothing was ever proposed: no text had a place that repeats an earlier one."
+        return f"{head} nothing was ever proposed: no text had a place that repeats an earlier one."
     cost = step.passes + step.rest
+    accepted = f"{counters.acceptance_rate:.0%} of the drafted tokens were accepted"
+    found = f"a draft was found in {step.drafting:.0%} of the steps and " if label == "ngram" else ""
+    costs = [
+        f"checking {k} token{'s' if k > 1 else ''} is a pass over {k + 1} rows, v = {comparison.v:.2f} plain passes"
+    ]
+    if comparison.c:
+        costs.append(f"drafting is {k - 1} times c = {comparison.c:.2f}" if k > 1 else "the first token needs no pass")
+        costs.append(f"running the draft over what was decided u = {comparison.u:.2f}")
+    seldom = " with the steps that had no draft," if label == "ngram" else ""
     return (
-        f"A draft was found in {step.drafting:.0%} of the steps and {counters.acceptance_rate:.0%} of the drafted "
-        f"tokens were accepted, so a step brings {step.tokens:.2f} tokens. Checking a draft is a pass over "
-        f"{(run.k or 0) + 1} rows, which costs v = {comparison.v:.2f} plain passes; with the steps that had no draft, "
-        f"and all else that a step does, a step costs {cost:.2f} plain ones. {step.tokens:.2f} / {cost:.2f} = "
-        f"{comparison.speedup:.2f}.{_hint(step, comparison)}{_doubt(report)}"
+        f"{head} {found}{accepted}, so a step brings {step.tokens:.2f} tokens. {_upper(', '.join(costs))};{seldom} and "
+        f"all else that a step does, it costs {cost:.2f} plain ones. {step.tokens:.2f} / {cost:.2f} = "
+        f"{comparison.speedup:.2f}.{_hint(step, comparison)}"
     )
 
 
@@ -132,9 +173,11 @@ def _hint(step: StepCost, comparison: Comparison) -> str:
     if comparison.speedup > 1:
         return ""
     if step.tokens < 1.1:
-        return " The drafts are too seldom right for these texts; a trained draft would be right more often."
+        return " Its drafts are too seldom right for these texts."
     if (comparison.v or 0) > step.tokens:
         return " The pass that checks a draft is too expensive on this machine for what the drafts bring."
+    if step.draft + step.catch_up > step.tokens - 1:
+        return " The draft's own passes are too expensive for what they bring."
     return ""
 
 
@@ -160,3 +203,11 @@ def _text(drafted: list[Comparison]) -> str:
 
 def _number(value: float | None, shown: str) -> str:
     return "-" if value is None else shown.format(value)
+
+
+def _upper(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]

@@ -6,21 +6,31 @@ import difflib
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 import specctl
 from specctl.errors import UsageError
 
 Model = TypeVar("Model", bound="Checked")
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+
+def _number(value: Any) -> Any:
+    """1e-4 is a string to YAML 1.1, which wants 1.0e-4; it is a number to everybody else."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
 
 
 class Checked(BaseModel):

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from specctl.errors import UsageError
-from specctl.schemas.base import Checked, Document, read_document
-from specctl.schemas.recipe import Number
+from specctl.schemas.base import Checked, Document, Number, read_document
 from specctl.shipped import shipped
 
 GATES = (

@@ -5,29 +5,18 @@ Each flag of `finetune` that belongs to the result is a key here; `--set a.b=val
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from specctl.errors import UsageError
-from specctl.schemas.base import Checked, Document, explain, read_mapping
+from specctl.schemas.base import Checked, Document, Number, explain, read_mapping
 
 SCHEMA = "specctl.recipe/1"
-
-_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-
-
-def _number(value: Any) -> Any:
-    """1e-4 is a string to YAML 1.1, which wants 1.0e-4; it is a number to everybody else."""
-    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
-
-
-Number = Annotated[float, BeforeValidator(_number)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Ratio = Annotated[Number, Field(ge=0, le=1)]
