@@ -20,7 +20,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     made: dict[str, Path] = {}
 
     def write(function: Callable[..., Path], **arguments: Any) -> Path:
-        key = repr((function.__name__, sorted(arguments.items())))
+        key = repr((function.__module__, function.__name__, sorted(arguments.items())))
         if key not in made:
             made[key] = function(tmp_path_factory.mktemp(function.__name__) / "model", **arguments)
         return made[key]

@@ -32,20 +32,19 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def base(make: Make, family: str) -> Path:
+def target(make: Make, family: str) -> Path:
+    return make(tiny_mtp.mtp, of=small(make, family, torch.float64))
+
+
+@pytest.fixture(scope="module")
+def alone(make: Make, family: str) -> Path:
+    return make(tiny_mtp.mtp, of=small(make, family, torch.float64), alone="sglang")
+
+
+def small(make: Make, family: str, dtype: torch.dtype) -> Path:
     if family == "llama":
-        return make(tiny.llama, seed=1, num_hidden_layers=1, dtype=torch.float64)
-    return make(tiny.deepseek, seed=1, num_hidden_layers=1, first_k_dense_replace=0, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def target(make: Make, base: Path) -> Path:
-    return make(tiny_mtp.mtp, of=base)
-
-
-@pytest.fixture(scope="module")
-def alone(make: Make, base: Path) -> Path:
-    return make(tiny_mtp.mtp, of=base, alone="sglang")
+        return make(tiny.llama, seed=1, num_hidden_layers=1, dtype=dtype)
+    return make(tiny.deepseek, seed=1, num_hidden_layers=1, first_k_dense_replace=0, dtype=dtype)
 
 
 @pytest.fixture
@@ -192,7 +191,15 @@ def test_a_pair_that_does_not_fit_fails_its_gate(run: Run, make: Make, prompts: 
         assert said in done.out
 
 
-def test_inspect(run: Run, family: str, target: Path, alone: Path) -> None:
+@pytest.fixture(scope="module")
+def stored(make: Make, family: str) -> tuple[Path, Path]:
+    """Target and layer, in numbers that checkpoints of either family come in."""
+    base = small(make, family, torch.float32)
+    return make(tiny_mtp.mtp, of=base), make(tiny_mtp.mtp, of=base, alone="sglang")
+
+
+def test_inspect(run: Run, family: str, stored: tuple[Path, Path]) -> None:
+    target, alone = stored
     ran = run("inspect", target, "--json")
     assert ran.code == 0
     found = json.loads(ran.out)
@@ -209,11 +216,12 @@ def test_inspect(run: Run, family: str, target: Path, alone: Path) -> None:
     assert (found["mtp"]["role"], found["mtp"]["found"], found["mtp"]["dialect"]) == ("MTP head", [0], "sglang")
 
 
-def test_inspect_of_a_layer_that_is_not_right(run: Run, target: Path, alone: Path, tmp_path: Path) -> None:
+def test_inspect_of_a_layer_that_is_not_right(run: Run, stored: tuple[Path, Path], tmp_path: Path) -> None:
+    target, alone = stored
     for number, (of, name, said) in enumerate(
         [
-            (target, "model.layers.1.hnorm.weight", "tensor model.layers.1.hnorm.weight is missing"),
-            (alone, "model.layers.0.shared_head.norm.weight", "model.layers.0.shared_head.norm.weight is missing"),
+            (target, "model.layers.1.hnorm.weight", "hnorm.weight is missing"),
+            (alone, "model.layers.0.shared_head.norm.weight", "shared_head.norm.weight is missing"),
         ]
     ):
         config, tensors = tiny.read(of)

@@ -137,9 +137,11 @@ def _load(checkpoint: Checkpoint, target: Target) -> Any:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # assisted generation warns of its own calls
+    # Its grouped experts know no float64.
+    experts = {"experts_implementation": "eager"} if target.dtype == torch.float64 else {}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.path), dtype=target.dtype, local_files_only=True, trust_remote_code=False
+            str(checkpoint.path), dtype=target.dtype, local_files_only=True, trust_remote_code=False, **experts
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise CheckpointError(
