@@ -52,6 +52,13 @@ def forget_copies() -> None:
     _copying.clear()
 
 
+def start_copy(planned: Any) -> None:
+    """What a wrapper's plan() does at its end."""
+    if any(wrapper is planned for wrapper in _copying):
+        raise RuntimeError("planned again while the copy of its last plan may still read its pinned memory")
+    _copying.append(planned)
+
+
 def attention(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, scale: float, causal: bool) -> Tensor:
     """Grouped-query attention of one sequence in float64; row i of Q sees the first S - Q + i + 1 slots when causal."""
     repeats = q_QNH.shape[1] // k_SGH.shape[1]
@@ -68,10 +75,10 @@ class _Wrapper:
     """What the two wrappers have in common: what they check, what they remember, and the arithmetic."""
 
     def _construct(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
-        _expect(workspace.dtype == torch.uint8 and workspace.dim() == 1, "the workspace is a row of bytes")
-        _expect(workspace.data_ptr() % 16 == 0, "the workspace is 16-byte aligned")
-        _expect(kv_layout == "NHD", "the stand-in has the NHD layout")
-        _expect(backend == "fa2", "the stand-in has the FA2 kernels")
+        expect(workspace.dtype == torch.uint8 and workspace.dim() == 1, "the workspace is a row of bytes")
+        expect(workspace.data_ptr() % 16 == 0, "the workspace is 16-byte aligned")
+        expect(kv_layout == "NHD", "the stand-in has the NHD layout")
+        expect(backend == "fa2", "the stand-in has the FA2 kernels")
         self._workspace = workspace
         self._plan: SimpleNamespace | None = None
 
@@ -90,27 +97,25 @@ class _Wrapper:
         for name, tensor in zip(
             ("qo_indptr", "kv_indptr", "indices", "last_page_len"), (qo_indptr, *pages), strict=True
         ):
-            _expect(tensor.dtype == torch.int32 and tensor.dim() == 1, f"{name} is a row of int32")
-            _expect(tensor.device.type == "cpu", f"{name} is on the host, else plan() waits for the device")
+            expect(tensor.dtype == torch.int32 and tensor.dim() == 1, f"{name} is a row of int32")
+            expect(tensor.device.type == "cpu", f"{name} is on the host, else plan() waits for the device")
         rows, held = qo_indptr.diff(), kv_indptr.diff()
-        _expect(int(qo_indptr[0]) == 0 and int(kv_indptr[0]) == 0, "indptr start at 0")
-        _expect(len(rows) == len(held) == len(last_page_len) > 0, "all describe the same sequences")
-        _expect(int(rows.min()) >= 1 and int(held.min()) >= 1, "every sequence has rows and pages")
-        _expect(int(kv_indptr[-1]) == len(indices), "kv_indptr ends where indices do")
-        _expect(
+        expect(int(qo_indptr[0]) == 0 and int(kv_indptr[0]) == 0, "indptr start at 0")
+        expect(len(rows) == len(held) == len(last_page_len) > 0, "all describe the same sequences")
+        expect(int(rows.min()) >= 1 and int(held.min()) >= 1, "every sequence has rows and pages")
+        expect(int(kv_indptr[-1]) == len(indices), "kv_indptr ends where indices do")
+        expect(
             int(last_page_len.min()) >= 1 and int(last_page_len.max()) <= page_size, "1 <= last_page_len <= page size"
         )
         lengths = (held - 1) * page_size + last_page_len
-        _expect(not causal or bool((lengths >= rows).all()), "a causal row has at least its own slot")
-        _expect(heads % groups == 0, "the query heads are a multiple of the key-value heads")
-        _expect(head_dim in HEAD_DIMS, f"head dim {head_dim} has a kernel")
+        expect(not causal or bool((lengths >= rows).all()), "a causal row has at least its own slot")
+        expect(heads % groups == 0, "the query heads are a multiple of the key-value heads")
+        expect(head_dim in HEAD_DIMS, f"head dim {head_dim} has a kernel")
         q_dtype, kv_dtype, out_dtype = (getattr(torch, x) if isinstance(x, str) else x for x in dtypes)
-        _expect(q_dtype in DTYPES, f"{q_dtype} has a kernel")
-        _expect(kv_dtype in (None, q_dtype) and out_dtype in (None, q_dtype), "one dtype for all")
+        expect(q_dtype in DTYPES, f"{q_dtype} has a kernel")
+        expect(kv_dtype in (None, q_dtype) and out_dtype in (None, q_dtype), "one dtype for all")
         self._check_space(rows, held, geometry, *split)
-        if any(wrapper is self for wrapper in _copying):
-            raise RuntimeError("planned again while the copy of its last plan may still read its pinned memory")
-        _copying.append(self)
+        start_copy(self)
         self._plan = SimpleNamespace(
             rows=rows.tolist(),
             pages=[part.long() for part in indices.split(held.tolist())],
@@ -126,7 +131,7 @@ class _Wrapper:
     ) -> None:
         """Partial outputs of split contexts have to fit: what PrefillPlan of 0.6.18 allocates, the largest of all."""
         if split_pages is None or whole:
-            _expect(whole, "a context is split at fixed places or not at all")
+            expect(whole, "a context is split at fixed places or not at all")
             return
         heads, groups, head_dim, _ = geometry
         packed = rows * (heads // groups)
@@ -144,19 +149,19 @@ class _Wrapper:
 
     def _attend(self, q: Tensor, cache: Any, rows_said: int | None) -> Tensor:
         plan = self._plan
-        _expect(plan is not None, "plan() comes before run()")
+        expect(plan is not None, "plan() comes before run()")
         assert plan is not None
         heads, groups, head_dim, page_size = plan.geometry
-        _expect(isinstance(cache, tuple) and len(cache) == 2, "the cache is a pair (keys, values)")
+        expect(isinstance(cache, tuple) and len(cache) == 2, "the cache is a pair (keys, values)")
         k, v = cache
-        _expect(k.shape == v.shape and k.shape[1:] == (page_size, groups, head_dim), f"{tuple(k.shape)} is as planned")
-        _expect(q.shape == (sum(plan.rows), heads, head_dim), f"queries {tuple(q.shape)} are as planned")
-        _expect(rows_said in (None, sum(plan.rows)), "as many rows as sequences")
+        expect(k.shape == v.shape and k.shape[1:] == (page_size, groups, head_dim), f"{tuple(k.shape)} is as planned")
+        expect(q.shape == (sum(plan.rows), heads, head_dim), f"queries {tuple(q.shape)} are as planned")
+        expect(rows_said in (None, sum(plan.rows)), "as many rows as sequences")
         for tensor in (q, k, v):
-            _expect(tensor.dtype == plan.dtype, f"{tensor.dtype} is as planned")
-            _expect(tensor.device == self._workspace.device, "queries, cache and workspace are on one device")
-            _expect(tensor.stride(-1) == 1, "the last dimension is contiguous")
-        _expect(all(int(pages.max()) < len(k) and int(pages.min()) >= 0 for pages in plan.pages), "the pages exist")
+            expect(tensor.dtype == plan.dtype, f"{tensor.dtype} is as planned")
+            expect(tensor.device == self._workspace.device, "queries, cache and workspace are on one device")
+            expect(tensor.stride(-1) == 1, "the last dimension is contiguous")
+        expect(all(int(pages.max()) < len(k) and int(pages.min()) >= 0 for pages in plan.pages), "the pages exist")
         parts = []
         for q_QNH, pages, length in zip(q.split(plan.rows), plan.pages, plan.lengths, strict=True):
             k_SGH, v_SGH = (x[pages].flatten(0, 1)[:length] for x in (k, v))
@@ -182,7 +187,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         variant_owns_mask=False,
         max_total_num_rows=None,
     ) -> None:
-        _refuse(locals(), self.__init__, used={"float_workspace_buffer", "kv_layout", "backend"})
+        refuse(locals(), self.__init__, used={"float_workspace_buffer", "kv_layout", "backend"})
         self._construct(float_workspace_buffer, kv_layout, backend)
 
     def plan(
@@ -226,9 +231,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         used = {"causal", "sm_scale", "q_data_type", "kv_data_type", "o_data_type"}
         used |= {"fixed_split_size", "disable_split_kv", "uniform_q_len"}
-        _refuse(locals(), self.plan, used)
+        refuse(locals(), self.plan, used)
         if uniform_q_len is not None:
-            _expect(bool((qo_indptr.diff() == uniform_q_len).all()), "uniform_q_len is every sequence's number of rows")
+            expect(bool((qo_indptr.diff() == uniform_q_len).all()), "uniform_q_len is every sequence's number of rows")
         self._remember(
             qo_indptr,
             (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len),
@@ -260,7 +265,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         use_fp16_softmax=None,
         uses_spcompress=None,
     ) -> Tensor:
-        _refuse(locals(), self.run, used=set())
+        refuse(locals(), self.run, used=set())
         return self._attend(q, paged_kv_cache, None)
 
 
@@ -278,7 +283,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         jit_args=None,
         jit_kwargs=None,
     ) -> None:
-        _refuse(locals(), self.__init__, used={"kv_layout", "use_tensor_cores", "backend"})
+        refuse(locals(), self.__init__, used={"kv_layout", "use_tensor_cores", "backend"})
         self._construct(float_workspace_buffer, kv_layout, backend)
         self._tensor_cores = use_tensor_cores
 
@@ -294,7 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         *deprecated_positional_args,
         **kwargs,
     ) -> None:
-        _expect(not deprecated_positional_args, "options are given by name")
+        expect(not deprecated_positional_args, "options are given by name")
         self._plan_impl(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs)
 
     def _plan_impl(
@@ -328,10 +333,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         use_token_head_sf=False,
     ) -> None:
         used = {"q_data_type", "kv_data_type", "o_data_type", "sm_scale", "fixed_split_size", "disable_split_kv"}
-        _refuse(locals(), self._plan_impl, used)
+        refuse(locals(), self._plan_impl, used)
         if not self._tensor_cores:
-            _expect(num_qo_heads // num_kv_heads in (1, 2, 3, 4, 6, 8), "CUDA-core decode knows this ratio of heads")
-            _expect(fixed_split_size is None, "fixed_split_size is for tensor-core decode")
+            expect(num_qo_heads // num_kv_heads in (1, 2, 3, 4, 6, 8), "CUDA-core decode knows this ratio of heads")
+            expect(fixed_split_size is None, "fixed_split_size is for tensor-core decode")
         self._remember(
             torch.arange(len(last_page_len) + 1, dtype=torch.int32),
             (indptr, indices, last_page_len),
@@ -361,7 +366,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         skip_softmax_threshold_scale_factor=None,
         kv_cache_sf=None,
     ) -> Tensor:
-        _refuse(locals(), self.run, used=set())
+        refuse(locals(), self.run, used=set())
         return self._attend(q, paged_kv_cache, self._sequences)
 
 
@@ -372,7 +377,7 @@ def release(version: str) -> SimpleNamespace:
     module = SimpleNamespace(__version__=version, calls=calls)
     for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
         methods = {
-            name: _method(wrapper, name, NEW_IN_0_7 if version == OLDEST else {}, calls)
+            name: recorded(wrapper, name, NEW_IN_0_7 if version == OLDEST else {}, calls)
             for name in ("__init__", "plan", "_plan_impl", "run")
             if name in vars(wrapper)
         }
@@ -380,7 +385,7 @@ def release(version: str) -> SimpleNamespace:
     return module
 
 
-def _method(wrapper: type, name: str, absent: dict[str, set[str]], calls: list[Any]) -> Callable[..., Any]:
+def recorded(wrapper: type, name: str, absent: dict[str, set[str]], calls: list[Any]) -> Callable[..., Any]:
     """The wrapper's method, logged and without the parameters that are absent."""
     method = getattr(wrapper, name)
     signature = inspect.signature(method)
@@ -398,18 +403,18 @@ def _method(wrapper: type, name: str, absent: dict[str, set[str]], calls: list[A
     return call
 
 
-def _expect(holds: bool, what: str) -> None:
+def expect(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"expected: {what}")
 
 
-def _refuse(given: dict[str, Any], method: Callable[..., Any], used: set[str]) -> None:
+def refuse(given: dict[str, Any], method: Callable[..., Any], used: set[str]) -> None:
     """Refuse any optional argument that differs from its default and is not among the used ones."""
     for name, parameter in inspect.signature(method).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            _expect(not given[name], f"the stand-in does without *{name}")
+            expect(not given[name], f"the stand-in does without *{name}")
         elif parameter.default is not parameter.empty and name not in used:
-            _expect(
+            expect(
                 given[name] is parameter.default or given[name] == parameter.default,
                 f"the stand-in does without {name}",
             )

@@ -44,6 +44,11 @@ class UpProjection(nn.Module):
         return torch.bmm(out_TNE[..., : self._rank].transpose(0, 1), self._matrices[1]).transpose(0, 1)
 
     @property
+    def rank(self) -> int:
+        """The width of a latent."""
+        return self._rank
+
+    @property
     def rows_to_expand(self) -> float:
         """From how many rows on the plain form costs less: it takes P + V multiplications a row, head and slot (the
         rotated part aside) in place of 2 C, and C (P + V) beforehand for each head and slot."""

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attention_passes as passes
+import latent_passes
 import pytest
 import tiny
 import torch
+from latent_passes import Widths
 from torch import Tensor
 
 from specctl.attention import AttentionBackend, choose, flashinfer
 from specctl.attention.flashinfer import FlashInferAttention
+from specctl.attention.latent import LatentRows
 from specctl.attention.torch import TorchAttention
 from specctl.checkpoint import Checkpoint
 from specctl.kv.batch import Batch, Span
@@ -24,6 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 # Two kernels to compile: (query heads, key-value heads, head dim).
 SHAPES = [(9, 3, 64), (32, 8, 128)]
+# And one for latents, with the heads of V2-Lite and V3, and with some that get company.
+LATENTS = [Widths(16), Widths(128), Widths(20)]
 
 
 @pytest.fixture(autouse=True)
@@ -133,10 +138,83 @@ def test_planning_does_not_wait_for_the_device(gpu: torch.device, no_waiting: Ca
         attended(attn, step)
 
 
+def latents(widths: Widths, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+    return KVCache(widths.layers("target", 1, dtype), passes.num_pages(16), 16, device)
+
+
+@pytest.mark.parametrize("widths", LATENTS, ids=str)
+def test_every_pass_over_latents_is_torchs_within_rounding(widths: Widths, gpu: torch.device) -> None:
+    cache, wide = latents(widths, gpu), latents(widths, gpu, torch.float32)
+    tested = choose("auto", cache, "target", gpu)
+    assert isinstance(tested, FlashInferAttention)
+    reference = TorchAttention(wide, "target")
+    for where, out, expected in latent_passes.run_all(tested, cache, reference, wide, "target", widths):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(
+            out.float(), expected, rtol=2e-2, atol=2e-2 * scale, msg=lambda text, where=where: f"{where}: {text}"
+        )
+
+
+@pytest.mark.parametrize("rows", [5, 41])
+def test_no_row_of_latents_loses_its_last_key(rows: int, gpu: torch.device) -> None:
+    """20 heads, as they are, do not divide a tile: rows at its end would lose the newest key at some lengths. Here that
+    key is all that a row sees of any weight, so that its loss is plain."""
+    widths = LATENTS[2]
+    cache, wide = latents(widths, gpu), latents(widths, gpu, torch.float32)
+    tested, reference = FlashInferAttention(cache, "target", gpu), TorchAttention(wide, "target")
+    up = widths.projection(torch.bfloat16, gpu)
+    wide_up = widths.projection(torch.bfloat16, gpu).float()
+    for start in range(60, 133):
+        batch = Batch.pack([Span([0] * rows, start, list(range(1, 20)), 0)], device=gpu)
+        drawn = widths.rows(rows, up, seed=start)
+        q_TNH, kept_TE = drawn.q_TNH.clone(), drawn.kept_TE.clone()
+        q_TNH[..., -widths.rotated :] = 10 * kept_TE[:, None, -widths.rotated :]  # each row asks for its own key
+        for backend, dtype, of in ((tested, torch.bfloat16, up), (reference, torch.float32, wide_up)):
+            backend.plan(batch)
+            out = backend.attend_latent(0, LatentRows(q_TNH.to(dtype), kept_TE.to(dtype), of, latent_passes.SCALE))
+            if backend is tested:
+                found = out.float()
+        torch.testing.assert_close(found, out, rtol=2e-2, atol=2e-2 * float(out.abs().max()), msg=f"from {start}")
+
+
+def test_latents_planned_far_ahead_of_the_device(gpu: torch.device, no_waiting: Callable[[], None]) -> None:
+    """As for keys and values: plans run ahead of a busy device without waiting for it, and nothing changes by it."""
+    widths = LATENTS[0]
+    up = widths.projection(torch.bfloat16, gpu)
+    busy = torch.randn(4096, 4096, device=gpu)
+    pages = [list(range(1, 41)), list(range(41, 81))]
+    steps = []
+    for start, rows in zip(range(0, 240, 4), itertools.cycle((1, 4)), strict=False):
+        spans = [Span([0] * rows, start + 100 * i, pages[i], i) for i in range(2)]
+        steps.append((Batch.pack(spans, device=gpu), widths.rows(2 * rows, up, seed=start)))
+
+    def run(between: Callable[[], object]) -> list[Tensor]:
+        cache = latents(widths, gpu)
+        attn = FlashInferAttention(cache, "target", gpu)
+        results = []
+        for batch, rows in steps:
+            attn.plan(batch)
+            results.append(attn.attend_latent(0, rows))
+            between()
+        return results
+
+    waiting = run(torch.cuda.synchronize)  # afterwards everything is compiled
+    no_waiting()
+    ahead = run(lambda: [busy @ busy for _ in range(5)])
+    torch.cuda.set_sync_debug_mode("default")
+    for step, (first, second) in enumerate(zip(waiting, ahead, strict=True)):
+        assert torch.equal(first, second), f"pass {step}"
+
+
 @torch.inference_mode()
-def test_a_whole_model(gpu: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+def test_a_whole_model(kind: str, gpu: torch.device, tmp_path: Path) -> None:
     """Prefill, a chunk, decode, verify and verify again: as near to the float32 model as torch in bfloat16."""
-    path = tiny.llama(tmp_path / "model", head_dim=64, hidden_size=128, intermediate_size=256)
+    if kind == "llama":
+        path = tiny.llama(tmp_path / "model", head_dim=64, hidden_size=128, intermediate_size=256)
+    else:  # without experts: which are chosen hangs on rounding
+        widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        path = tiny.deepseek(tmp_path / "model", hidden_size=128, first_k_dense_replace=2, **widths)
     pages = [[9, 3, 17, 5], [1, 20, 4, 11]]
     texts = torch.randint(0, 250, (2, 60), generator=torch.Generator().manual_seed(1)).tolist()
 
