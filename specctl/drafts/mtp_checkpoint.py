@@ -108,6 +108,7 @@ def load_mtp(
         models.fill_part(weights, prefix, part, dtype, device, purpose)
 
     model.prepare(purpose, fill)
+    models.give_back_freed_memory()
     return MtpDrafter(model, found.count)
 
 

@@ -69,14 +69,13 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, purpo
     _check_formats(model, checkpoint, weights)
 
     def fill(prefix: str, part: nn.Module) -> None:
-        _give_back_freed_memory()
         if config.tied and part is model.lm_head:
             model.tie()
             return
         fill_part(weights, prefix, part, dtype, device, purpose)
 
     model.prepare(purpose, fill)
-    _give_back_freed_memory()
+    give_back_freed_memory()
     return model
 
 
@@ -84,6 +83,7 @@ def fill_part(
     weights: Weights, prefix: str, part: nn.Module, dtype: torch.dtype, device: torch.device, purpose: Purpose
 ) -> None:
     """Give the parameters of `part` that have no numbers yet those of the tensors called prefix.name."""
+    give_back_freed_memory()
     for name, parameter in list(part.named_parameters()):
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
@@ -92,7 +92,7 @@ def fill_part(
             setattr(part.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=purpose == "train"))
 
 
-def _give_back_freed_memory() -> None:
+def give_back_freed_memory() -> None:
     """glibc keeps what is freed between blocks that stay: after all the weights were converted and packed, a tenth of
     them."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
