@@ -81,10 +81,8 @@ class _Run:
         length = planning.mean_length(prompts[: planning.TOGETHER], self.target)
         chosen = planning.choose_training(pace, length, self.stages.seconds, self.wishes.longest, self.wishes.answers)
         if not chosen.answers:
-            say(
-                "      no draft is trained: "
-                + ("--answers 0" if self.wishes.answers == 0 else "the answers to learn from take too long here")
-            )
+            slow = "the answers to learn from take too long here; --answers N trains one all the same"
+            say(f"      no draft is trained: {'--answers 0' if self.wishes.answers == 0 else slow}")
         return chosen
 
     def train(self, training: Training) -> Trained:
