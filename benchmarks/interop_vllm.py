@@ -9,9 +9,10 @@ tokens and how many of them were accepted) and the counters of the whole run. Wi
 
 One rule of vLLM's is known to change what is drafted, and it is nobody else's: its DeepSeek MTP layer reads zeros in
 place of the embedding at position 0. So there are four runs of an MTP draft: ours and vLLM's as they are, vLLM's
-without that rule, which must be ours block for block, and ours with it, which must be vLLM's. Near its context's end
-vLLM stops drafting earlier than we do; prompts that come there are refused. vLLM on a CPU wants kv_lora_rank 512 and
-qk_rope_head_dim 64 of a DeepSeek model, and topk_method in its config.
+without that rule, which must be ours block for block, and ours with it, which must be vLLM's. Where a text with two
+blocks would not fit its context vLLM runs no draft and has tokens of id 0 verified, which it counts; prompts that come
+there are refused. vLLM on a CPU wants kv_lora_rank 512 and qk_rope_head_dim 64 of a DeepSeek model, and topk_method in
+its config.
 """
 
 from __future__ import annotations

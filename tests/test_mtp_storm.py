@@ -19,13 +19,9 @@ from specctl.engine.sequence import Status
 REQUESTS = 400
 
 
-@pytest.fixture(scope="module", params=["llama", "deepseek_v3"])
-def target(make: Make, request: pytest.FixtureRequest) -> Any:
-    return tiny_mtp.with_mtp(make, request.param)
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_hundreds_of_requests(target: Any, monkeypatch: pytest.MonkeyPatch, detach: bool) -> None:
+@pytest.mark.parametrize(("family", "detach"), [("llama", False), ("llama", True), ("deepseek_v3", True)])
+def test_hundreds_of_requests(make: Make, monkeypatch: pytest.MonkeyPatch, family: str, detach: bool) -> None:
+    target = tiny_mtp.with_mtp(make, family)
     monkeypatch.setattr(storms, "REQUESTS", REQUESTS)
     rng = random.Random(2)
     options = {"tokens": tokenizer(target), "eos_ids": frozenset(range(0, 256, 29)) | {tiny.END}}
