@@ -252,6 +252,13 @@ def test_a_draft_is_trained_tuned_checked_and_measured(run: Run, make: Make) -> 
     assert ran.code == 0, ran.err
 
 
+def test_more_answers_than_there_are_prompts(run: Run, target: Path) -> None:
+    ran = run("quickstart", "--target", target, *SMALL, "--answers", 100_000)
+    assert ran.code == 2
+    assert "--answers 100000: there are 4800 prompts" in ran.err
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_page_shows_training_and_gates(run: Run, make: Make) -> None:
     target = make(tiny.llama, seed=1, vocab_size=261, max_position_embeddings=1024)
     ran = run("quickstart", "--target", target, *SMALL, "--answers", 6)

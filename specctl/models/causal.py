@@ -6,6 +6,7 @@ Legend: T rows, R chosen rows, D width, V vocabulary, A taps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,11 +38,12 @@ class Hidden:
     taps_ATD: Tensor | None = None
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(nn.Module, ABC):
     """The attention of a family, called as attention(x_TD, turn, attn)."""
 
+    @abstractmethod
     def prepare(self, purpose: Purpose) -> None:
-        raise NotImplementedError
+        """Make its weights ready."""
 
 
 class DecoderLayer(nn.Module):
@@ -90,7 +92,7 @@ def _run_layer(layer: nn.Module, x_TD: Tensor, turn: Turn, attn: AttentionBacken
     return out
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """A causal language model. Build it on the meta device and let `models.load` fill it.
 
     A family is a subclass with layer(), rotation() and kv_layer(), all that a draft needs to build one layer of it.
@@ -108,20 +110,20 @@ class CausalLM(nn.Module):
             self.tie()
 
     @staticmethod
+    @abstractmethod
     def layer(config: Any, index: int, kv_index: int) -> DecoderLayer:
         """The decoder layer that a checkpoint of this family calls model.layers.`index`, called as
         layer(x_TD, rotation.cos_sin(...), attn). kv_index: its place among the owner's layers in the cache."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def rotation(config: Any) -> Rope:
         """What turns queries and keys by their positions."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def kv_layer(config: Any, owner: Owner, dtype: torch.dtype) -> LayerKV:
         """What one layer keeps for a token."""
-        raise NotImplementedError
 
     def tie(self) -> None:
         self.lm_head.weight = self.model.embed_tokens.weight

@@ -173,7 +173,6 @@ def choose(
         return int((seconds - fixed) / (cost * repeats))
 
     number = limit or min(len(prompts), max(2 * classes, affordable() // classes * classes))
-    number = min(number, len(prompts))
     repeats = next((n for n in range(MANY_REPEATS, 1, -1) if affordable(n) >= number), 1)
     return Plan(prompts[:number], max_tokens, repeats, transformers, number * repeats * cost + fixed)
 

@@ -14,7 +14,7 @@ from specctl.bench.command import first_fault, say
 from specctl.bench.options import BenchOptions
 from specctl.bench.render import aligned
 from specctl.bench.run import measure
-from specctl.errors import GateFailed
+from specctl.errors import GateFailed, UsageError
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.output import new_directory, to_json
 from specctl.pair import OpenedDraft, Target, free_memory, open_draft, open_target
@@ -78,6 +78,8 @@ class _Run:
 
     def training(self, pace: Pace) -> Training:
         prompts = self._fitting(TRAINING.prompts("train"))
+        if self.wishes.answers is not None and self.wishes.answers > len(prompts):
+            raise UsageError(f"--answers {self.wishes.answers}: there are {len(prompts)} prompts that fit this model")
         length = planning.mean_length(prompts[: planning.TOGETHER], self.target)
         chosen = planning.choose_training(pace, length, self.stages.seconds, self.wishes.longest, self.wishes.answers)
         if not chosen.answers:
@@ -102,7 +104,6 @@ class _Run:
         self,
         what: str,
         file: str,
-        prompts: list[Prompt],
         drafts: list[OpenedDraft],
         lengths: tuple[int, ...],
         plan: Plan,
@@ -193,7 +194,7 @@ def _measure(
     with stages.stage(f"measuring on {len(plan.prompts)} held-out prompts of the domain", plan.seconds):
         if not plan.transformers:
             say("      transformers is left out: there is no memory for a second copy of the model")
-        domain = run.measure("held-out mails", REPORT, mails, drafts, lengths, plan)
+        domain = run.measure("held-out mails", REPORT, drafts, lengths, plan)
     verdict = judge(domain.report, run.name)
     plans = [
         planning.choose(
@@ -209,8 +210,8 @@ def _measure(
     ]
     number = sum(len(plan.prompts) for plan in plans)
     with stages.stage(f"measuring on {number} other prompts", sum(plan.seconds for plan in plans)):
-        for (what, file, prompts), plan in zip(sets, plans, strict=True):
-            run.measure(what, file, prompts, drafts, (verdict.k,), plan)
+        for (what, file, _), plan in zip(sets, plans, strict=True):
+            run.measure(what, file, drafts, (verdict.k,), plan)
     return verdict
 
 
