@@ -2,14 +2,17 @@
 #   make quickstart   measure speculation on a small real model     make check   what CI checks besides tests
 #   make test         run the tests                                 make docs    write docs/cli.md anew
 #   make bench        run the benchmark scripts                     make setup   only the environment
+#   make interop      load what export writes in a real vLLM (an hour on two cores; VLLM=PYTHON names one that is there)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt Makefile | cksum | tr ' ' '-')
 TEST_ARGS ?=
+VLLM ?= .vllm/bin/python
+INTEROP_ARGS ?=
 
-.PHONY: setup quickstart test check docs bench
+.PHONY: setup quickstart test check docs bench interop
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -44,3 +47,7 @@ docs: setup
 bench: setup
 	$(BIN)/python benchmarks/linear.py
 	$(BIN)/python benchmarks/smollm2.py
+
+interop: setup
+	test "$(VLLM)" != .vllm/bin/python || PYTHON=$(PYTHON) benchmarks/setup_vllm.sh .vllm
+	$(BIN)/python benchmarks/interop.py --vllm $(VLLM) $(INTEROP_ARGS)

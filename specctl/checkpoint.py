@@ -24,6 +24,7 @@ from specctl.shards import DTYPES, Shard, TensorInfo
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LEGACY = "pytorch_model.bin"
+TIED_HEAD = "lm_head.weight"  # some programs leave it in the index when they save the embedding once
 MAX_JSON = 40_000_000  # an index of 350,000 tensors; the largest models have half of that
 
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
@@ -66,7 +67,8 @@ class Checkpoint:
         self.config = read_json(path / "config.json")
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
-        self._sources = _find_sources(path, files)
+        tied = self.config.get("tie_word_embeddings") is True
+        self._sources = _find_sources(path, files, frozenset({TIED_HEAD}) if tied else frozenset())
         self._source_of = {name: source for source in self._sources for name in source.tensors}
         if not self._source_of:
             raise CheckpointError(f"{self._sources[0].path}: has no tensor in it; fetch the checkpoint again")
@@ -156,13 +158,14 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
 
 
-def _find_sources(path: Path, files: Collection[str] | None) -> list[_Source]:
-    """The files of a directory's weights: one file, shards with an index, shards without one, or a legacy file."""
+def _find_sources(path: Path, files: Collection[str] | None, spare: frozenset[str]) -> list[_Source]:
+    """The files of a directory's weights: one file, shards with an index, shards without one, or a legacy file. spare:
+    what an index may name though no shard has it."""
     single, index = path / SINGLE, path / INDEX
     if single.exists() and index.exists() and SINGLE not in weight_map(index).values():
         raise CheckpointError(f"{path}: both {SINGLE} and {INDEX} are there; remove the one that is out of date")
     if index.exists():
-        return _indexed(path, weight_map(index), files)
+        return _indexed(path, weight_map(index), files, spare)
     if single.exists():
         return [SafetensorsFile(single)]
     if numbered := sorted(file.name for file in path.iterdir() if _NUMBERED.fullmatch(file.name)):
@@ -189,7 +192,9 @@ def _is_neighbour(file: str) -> bool:
     return file.isprintable() and file not in ("", ".", "..") and not re.search(r"[/\\]", file)
 
 
-def _indexed(path: Path, file_of: dict[str, str], files: Collection[str] | None) -> list[_Source]:
+def _indexed(
+    path: Path, file_of: dict[str, str], files: Collection[str] | None, spare: frozenset[str]
+) -> list[_Source]:
     """The shards an index names. Index and headers have to say the same, tensor by tensor."""
     promised: dict[str, set[str]] = defaultdict(set)
     for name, file in file_of.items():
@@ -200,7 +205,7 @@ def _indexed(path: Path, file_of: dict[str, str], files: Collection[str] | None)
         if not (path / file).is_file():
             raise CheckpointError(f"{path / INDEX}: names {file}, which is not there; fetch the checkpoint again")
         source = SafetensorsFile(path / file)
-        if missing := sorted(names - source.tensors.keys()):
+        if missing := sorted(names - source.tensors.keys() - spare):
             raise CheckpointError(f"{path / INDEX}: tensor {missing[0]} should be in {file}, which does not have it")
         if surplus := sorted(source.tensors.keys() - names):
             elsewhere = file_of.get(surplus[0])

@@ -16,7 +16,9 @@ from specctl import models
 from specctl.checkpoint import INDEX, LEGACY, Checkpoint, dtype_of
 from specctl.convert_mtp.files import PartOfIndex, part_of_index, refuse_unfinished
 from specctl.convert_mtp.inspection import MtpFacts, inspect_mtp
+from specctl.dialects.eagle3 import is_eagle3
 from specctl.errors import CheckpointError, RequestError
+from specctl.export.inspection import Eagle3Facts, inspect_eagle3
 from specctl.fp8 import E4M3
 from specctl.models import CommonConfig
 from specctl.models.quantised import PLAIN, Weights
@@ -101,6 +103,7 @@ class Inspection:
     tokenizer: TokenizerFacts | None
     problems: tuple[Problem, ...]
     mtp: MtpFacts | None = None
+    eagle3: Eagle3Facts | None = None
 
     @property
     def servable(self) -> bool:
@@ -123,6 +126,15 @@ def inspect_model(path: Path) -> Inspection:
         return Inspection(path, None, None, None, (problem,))
     problems: list[Problem] = []
     weights = _weights(checkpoint, problems)
+    if part is None and is_eagle3(checkpoint):
+        facts, findings = inspect_eagle3(checkpoint)
+        problems += [Problem(*finding) for finding in findings]
+        if facts is not None:
+            problems.append(
+                Problem("note", "an EAGLE-3 head without a target", "draft with it, for the target it is of")
+            )
+        tokenizer = _tokenizer(checkpoint, None, problems) if has_tokenizer(path) else None
+        return Inspection(path, None, weights, tokenizer, tuple(problems), None, facts)
     mtp = inspect_mtp(checkpoint, None if part is None else part.index)
     problems += [Problem(*finding) for finding in (mtp.findings if mtp is not None else ())]
     if part is not None:

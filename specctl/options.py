@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specctl.sampling.params import Accept, SamplingParams
 
@@ -19,6 +19,24 @@ class ModelOptions:
     max_model_len: int | None = None
     kv_memory: float | None = None
     threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model on a device that is known by constants alone. model_config, draft_config: a directory, a config.json or a
+    hub id; a draft's also `mtp` or `eagle3`, None for one that has no passes to run. engine: None for the first that
+    the     constants have. nodes: None for as few as tp allows. quantisation, kv_dtype: None for what the
+    checkpoint has, and
+    16 bits."""
+
+    model_config: str | None = None
+    draft_config: str | None = None
+    engine: str | None = None
+    tp: int | None = None
+    ep: int | None = None
+    nodes: int | None = None
+    quantisation: Literal["bf16", "fp8", "fp8-block"] | None = None
+    kv_dtype: Literal["bf16", "fp8"] | None = None
 
 
 @dataclass(frozen=True)

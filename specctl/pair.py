@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from specctl.checkpoint import Checkpoint, dtype_of
+from specctl.dialects import eagle3 as layouts
 from specctl.digest import tensors_sha
-from specctl.drafts import KINDS, Drafter
+from specctl.drafts import KINDS, Drafter, eagle3_checkpoint
 from specctl.drafts.llama import LlamaDrafter
 from specctl.drafts.mtp_checkpoint import Found, find_mtp, is_mtp_alone, load_mtp
 from specctl.drafts.ngram import NgramDrafter
@@ -27,6 +28,7 @@ from specctl.models import ARCHITECTURES, CausalLM, load
 from specctl.options import DecodingOptions, ModelOptions
 from specctl.prompts import Prompt
 from specctl.sampling.params import Accept
+from specctl.schemas.draft import recorded
 from specctl.schemas.policy import Bound, BoundDraft, PolicyFile, check_bound, read_policy
 from specctl.text.tokenizer import Tokenizer, eos_ids
 from specctl.text.vocabulary import check_vocabularies, eos_warning
@@ -132,6 +134,8 @@ def open_draft(name: str, target: Target) -> OpenedDraft:
     checkpoint = Checkpoint(locate(name))
     if is_mtp_alone(checkpoint.names()):
         return _open_mtp(name, find_mtp(checkpoint), target)
+    if layouts.is_eagle3(checkpoint):
+        return _open_eagle3(name, checkpoint, target)
     if checkpoint.config.get("model_type") not in ARCHITECTURES:
         raise CheckpointError(
             f"{checkpoint.path / 'config.json'}: model_type {checkpoint.config.get('model_type')!r} is no draft this "
@@ -144,12 +148,35 @@ def _open_mtp(name: str, found: Found, target: Target) -> OpenedDraft:
     notices: list[str] = []
     if found.checkpoint is not target.checkpoint and has_tokenizer(found.checkpoint.path):
         _, notices = _compare_tokenizers(name, found.checkpoint, target)
-    drafter = load_mtp(found, target.model, target.checkpoint, target.device)
+    alone = None if found.checkpoint is target.checkpoint else recorded(found.checkpoint.path)
+    depth = None if alone is None else alone.depth
+    drafter = load_mtp(found, target.model, target.checkpoint, target.device, depth=depth)
     limited = None
     if found.count > 1:
         limited = f"has {found.count} MTP layers, and what a chain over several of them is to read is not known"
         notices.append(f"{name} {limited}: the first one drafts, one token a step")
     return OpenedDraft(name, drafter, found.checkpoint, notices, limited)
+
+
+def _open_eagle3(name: str, checkpoint: Checkpoint, target: Target) -> OpenedDraft:
+    notices: list[str] = []
+    if has_tokenizer(checkpoint.path):
+        _, notices = _compare_tokenizers(name, checkpoint, target)
+    config = target.model.config
+    said = recorded(checkpoint.path)
+    found = layouts.read(checkpoint, None if said is None else said.taps, config.num_layers)
+    stored = stored_head(found, config.num_layers)
+    notices += [f"{name}: {note}" for note in found.view.notes]
+    notices += eagle3_checkpoint.notices(stored.head, config, name)
+    depth = found.k if said is None or said.depth is None else said.depth
+    drafter = eagle3_checkpoint.load_eagle3(stored, target.model, target.checkpoint, target.device, depth=depth)
+    return OpenedDraft(name, drafter, checkpoint, notices)
+
+
+def stored_head(found: layouts.Stored, num_layers: int | None) -> eagle3_checkpoint.Stored:
+    """A head whose layout was read, for the drafts to build. num_layers: of its target."""
+    names = {ours: name for name, ours in found.view.tensors.items()}
+    return eagle3_checkpoint.Stored(found.checkpoint, found.view.head(num_layers), names, found.ids())
 
 
 def _open_model(name: str, checkpoint: Checkpoint, target: Target) -> OpenedDraft:

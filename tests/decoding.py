@@ -12,14 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specctl.checkpoint import Checkpoint
+from specctl.dialects import eagle3 as layouts
 from specctl.drafts import Drafter
+from specctl.drafts.eagle3_checkpoint import load_eagle3
+from specctl.drafts.head import HeadDrafter
 from specctl.drafts.llama import LlamaDrafter
-from specctl.drafts.mtp import MtpDrafter
 from specctl.drafts.mtp_checkpoint import find_mtp, load_mtp
 from specctl.engine.engine import Engine, EngineOptions
 from specctl.engine.scheduler import DraftLength, Policy
 from specctl.engine.sequence import Sequence
 from specctl.models import CausalLM, load
+from specctl.pair import stored_head
 from specctl.sampling.params import SamplingParams
 from specctl.text.tokenizer import Tokenizer
 
@@ -44,11 +47,19 @@ def llama_draft(path: Path, dtype: torch.dtype = torch.float64) -> LlamaDrafter:
     return LlamaDrafter(loaded, loaded.config.vocab_size)
 
 
-def mtp_draft(path: Path, target: Path | None = None, dtype: torch.dtype = torch.float64) -> MtpDrafter:
+def mtp_draft(path: Path, target: Path | None = None, dtype: torch.dtype = torch.float64) -> HeadDrafter:
     """The MTP layer in `path`, beside the target's model, or the model in `path` itself."""
     original = Checkpoint(target or path)
     found = find_mtp(original if target is None else Checkpoint(path))
     return load_mtp(found, model(target or path, dtype), original, torch.device("cpu"))
+
+
+def eagle3_draft(path: Path, target: Path, dtype: torch.dtype = torch.float64) -> HeadDrafter:
+    """The EAGLE-3 head in `path`, beside the target's model."""
+    loaded = model(target, dtype)
+    num_layers = loaded.config.num_layers
+    stored = stored_head(layouts.read(Checkpoint(path), None, num_layers), num_layers)
+    return load_eagle3(stored, loaded, Checkpoint(target), torch.device("cpu"))
 
 
 def engine(

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_eagle3
 import tiny_mtp
 import torch
-from decoding import ALPHA, FAULT, all_back, chi_square, engine, model, mtp_draft
+from decoding import ALPHA, FAULT, all_back, chi_square, eagle3_draft, engine, model, mtp_draft
 from fixtures import Make
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from specctl.sampling.batch import Drawn, SamplingBatch
 from specctl.sampling.params import Accept, SamplingParams
 
 V, START = 6, 5
+IDS = (0, 1, 3, START)  # of a reduced vocabulary
 TARGET = {
     0: [0.50, 0.30, 0.15, 0.05, 0.00],
     1: [0.05, 0.05, 0.10, 0.20, 0.60],
@@ -72,8 +74,14 @@ SCENARIOS = {
     "exact, confidence stop": Scenario("confident", {}, GOOD),
     "exact, mtp": Scenario("mtp", {}, GOOD),
     "exact, bad mtp": Scenario("mtp", {}, BAD),
+    "exact, reduced mtp": Scenario("reduced mtp", {}, GOOD),
+    "exact, eagle3": Scenario("eagle3", {}, GOOD),
+    "exact, reduced eagle3": Scenario("reduced eagle3", {}, GOOD),
+    "exact, bad reduced eagle3, cool, top-k": Scenario("reduced eagle3", {"temperature": 0.7, "top_k": 3}, BAD),
     "coupled": Scenario("sampled", {"seeded": True}, GOOD),
     "coupled, mtp": Scenario("mtp", {"seeded": True}, GOOD),
+    "coupled, reduced mtp": Scenario("reduced mtp", {"seeded": True}, GOOD),
+    "coupled, reduced eagle3": Scenario("reduced eagle3", {"seeded": True}, GOOD),
     "coupled, bad draft, cool, top-k": Scenario("sampled", {"temperature": 0.7, "top_k": 3, "seeded": True}, BAD),
     "coupled, ngram": Scenario("ngram", {"seeded": True}, GOOD),
 }
@@ -122,6 +130,14 @@ def with_mtp(make: Make, rows: Rows) -> Any:
 def drafter(make: Make, scenario: Scenario) -> Drafter:
     if scenario.draft == "mtp":
         return mtp_draft(with_mtp(make, scenario.rows))
+    target = table(make, TARGET)
+    if scenario.draft == "reduced mtp":
+        alone = make(tiny_mtp.table, of=target)
+        return mtp_draft(make(tiny_mtp.reduced, of=alone, ids=IDS), target)
+    if scenario.draft.endswith("eagle3"):
+        ids = IDS if scenario.draft.startswith("reduced") else None
+        head = make(tiny_eagle3.table, of=target, draft=table(make, scenario.rows), ids=ids)
+        return eagle3_draft(head, target)
     draft = model(table(make, scenario.rows))
     kinds: dict[str, Callable[[], Drafter]] = {
         "ngram": NgramDrafter,

@@ -18,7 +18,7 @@ from serving import Launcher
 
 from specctl.checkpoint import Checkpoint
 from specctl.digest import tensors_sha
-from specctl.drafts.mtp import MtpDrafter
+from specctl.drafts.head import HeadDrafter
 
 HELLO = "256,104,101,108,108,111"
 TEXTS = ("abcabc", "the cat the", "12 21 12")
@@ -144,15 +144,15 @@ def test_validate_finds_a_broken_cache(
     run: Run, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafted hidden states stay where the target's should have come: nothing but acceptance falls."""
-    right = MtpDrafter.catch_up
+    right = HeadDrafter.catch_up
 
-    def wrong(self: MtpDrafter, rows: Any, hidden: Any, carry: Any) -> None:
-        engines_own = len(carry.out_LD) > 1
+    def wrong(self: HeadDrafter, rows: Any, hidden: Any, carry: Any) -> None:
+        engines_own = len(carry.fed_LD) > 1
         if engines_own and hidden is not None and len(rows.token_T) == 3 * rows.num_sequences:
             hidden.final_TD[1::3] = 0.5
         right(self, rows, hidden, carry)
 
-    monkeypatch.setattr(MtpDrafter, "catch_up", wrong)
+    monkeypatch.setattr(HeadDrafter, "catch_up", wrong)
     gates = tmp_path / "gates.yaml"
     gates.write_text("draft_cache: {}\ngreedy_exact: {}\n")
     flags = ["--gates", gates, "--max-tokens", 8, "--k", 2]

@@ -3,19 +3,21 @@ single pass over it leaves, and how many rows it takes depends on nothing that w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
+import tiny_eagle3
 import tiny_mtp
 import torch
-from decoding import all_back, engine, greedy_params, llama_draft, model, mtp_draft, outputs
+from decoding import all_back, eagle3_draft, engine, greedy_params, llama_draft, model, mtp_draft, outputs
 from fixtures import Make
 from test_mtp import COUNT, LENGTHS, PROMPTS
 from torch import Tensor
 
 from specctl.attention.torch import TorchAttention
-from specctl.drafts.mtp import MtpDrafter
+from specctl.drafts.head import HeadDrafter
 from specctl.engine.engine import Engine
 from specctl.engine.scheduler import DraftLength
 from specctl.engine.sequence import Sequence, Status
@@ -24,10 +26,22 @@ from specctl.kv.cache import KVCache
 from specctl.kv.pages import PAGE_SIZE
 from specctl.models import Hidden
 
+Pair = tuple[Any, Callable[[], HeadDrafter]]
+"""A target, and what makes a draft for it."""
 
-@pytest.fixture(scope="module", params=["llama", "deepseek_v3", "deepseek_v2"])
-def target(make: Make, request: pytest.FixtureRequest) -> Any:
-    return tiny_mtp.with_mtp(make, request.param)
+
+@pytest.fixture(scope="module", params=["llama", "deepseek_v3", "deepseek_v2", "reduced", "eagle3", "reduced eagle3"])
+def pair(make: Make, request: pytest.FixtureRequest) -> Pair:
+    if request.param.endswith("eagle3"):
+        ids = tiny_eagle3.IDS if request.param.startswith("reduced") else None
+        path, head = tiny_eagle3.pair(make, ids=ids)
+        return path, lambda: eagle3_draft(head, path)
+    if request.param == "reduced":
+        path = make(tiny.llama, seed=1, num_hidden_layers=1)
+        layer = make(tiny_mtp.reduced, of=make(tiny_mtp.mtp, of=path, alone="deepseek"), ids=tiny_eagle3.IDS)
+        return path, lambda: mtp_draft(layer, path)
+    path = tiny_mtp.with_mtp(make, request.param)
+    return path, lambda: mtp_draft(path)
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +52,37 @@ def shallow(make: Make) -> Any:
 # The draft's cache
 
 
-def one_shot(e: Engine, drafter: MtpDrafter, tokens: list[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+def one_shot(e: Engine, drafter: HeadDrafter, tokens: list[int]) -> tuple[list[Tensor], Tensor, Tensor]:
     """Keys and values of rows 0..len(tokens) - 2, and what the last row leaves, from one pass of both models."""
     count = len(tokens) - 1
     pages = list(range(1, 2 + count // PAGE_SIZE))
     cache = KVCache([*e.target.kv_layers("target"), *drafter.kv_layers], len(pages) + 1)
     attn = TorchAttention(cache, "target")
     batch = Batch.pack([Span(tokens[:-1], 0, pages, 0)])
-    fresh, carry = MtpDrafter(drafter.model), drafter.new_carry(1)
+    fresh, carry = HeadDrafter(drafter.kind, drafter.model), drafter.new_carry(1)
     fresh.attn = TorchAttention(cache, "draft")
     with torch.inference_mode():
         attn.plan(batch)
-        hidden: Hidden = e.target(batch, attn)
+        hidden: Hidden = e.target(batch, attn, drafter.taps)
         fresh.catch_up(Batch.pack([Span(tokens[1:], 0, pages, 0)]), hidden, carry)
     layers = [t[1:].flatten(0, 1)[:count] for t in cache.layer("draft", 0)]
-    return layers, carry.logits_LV[0], carry.out_LD[0]
+    return layers, carry.logits_LV[0], carry.fed_LD[0]
 
 
-def assert_as_one_shot(e: Engine, drafter: MtpDrafter, s: Sequence) -> None:
+def assert_as_one_shot(e: Engine, drafter: HeadDrafter, s: Sequence) -> None:
     layers, logits, out = one_shot(e, drafter, s.tokens(0, s.draft_cached + 1))
     slots = torch.tensor([s.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(s.draft_cached)])
     for ours, theirs in zip(e.cache.layer("draft", 0), layers, strict=True):
         torch.testing.assert_close(ours.flatten(0, 1)[slots], theirs, rtol=0, atol=1e-9)
     torch.testing.assert_close(e.carry.logits_LV[s.lane], logits, rtol=0, atol=1e-9)
-    torch.testing.assert_close(e.carry.out_LD[s.lane], out, rtol=0, atol=1e-9)
+    torch.testing.assert_close(e.carry.fed_LD[s.lane], out, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
-def test_the_cache_built_step_by_step_is_that_of_a_single_pass(target: Any, sampling: dict[str, Any]) -> None:
+def test_the_cache_built_step_by_step_is_that_of_a_single_pass(pair: Pair, sampling: dict[str, Any]) -> None:
     """Through chunks of prompts, riders, rejections, blocks of other lengths, K = 0, and resumption."""
-    drafter, now = mtp_draft(target), [3]
+    target, draft = pair
+    drafter, now = draft(), [3]
     e = engine(
         model(target), drafter, lambda batch, context: DraftLength(now[0]), pages=13, max_sequences=4, chunk=12, seed=5
     )
@@ -95,11 +110,11 @@ def test_the_cache_built_step_by_step_is_that_of_a_single_pass(target: Any, samp
 # K = 0
 
 
-class Counting(MtpDrafter):
+class Counting(HeadDrafter):
     """Notes how many rows of each sequence its passes after the target's take."""
 
-    def __init__(self, inner: MtpDrafter) -> None:
-        super().__init__(inner.model)
+    def __init__(self, inner: HeadDrafter) -> None:
+        super().__init__(inner.kind, inner.model)
         self.rows: list[list[int]] = []
 
     def catch_up(self, rows: Batch, hidden: Hidden | None, carry: Any) -> None:

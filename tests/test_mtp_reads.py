@@ -18,7 +18,7 @@ from decoding import engine, model, mtp_draft, outputs
 from fixtures import Make
 
 from specctl.checkpoint import Checkpoint
-from specctl.drafts.mtp import Carry
+from specctl.drafts.head import Carry
 from specctl.engine import engine as engine_module
 from specctl.engine.engine import Engine
 from specctl.engine.scheduler import DraftLength
@@ -66,7 +66,7 @@ def watched(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Engi
         drafter = mtp_draft(path)
         monkeypatch.setattr(drafter.model, "_target", (target,))
         e = engine(target, drafter, lambda batch, context: DraftLength(k))
-        e._drafting.carry = Carry(*(t.as_subclass(OnDevice) for t in (e.carry.logits_LV, e.carry.out_LD)))
+        e._drafting.carry = Carry(*(t.as_subclass(OnDevice) for t in (e.carry.logits_LV, e.carry.fed_LD)))
         monkeypatch.setattr(engine_module, "verify", noted("verify", engine_module.verify))
         monkeypatch.setattr(drafter, "draft", noted("draft", drafter.draft))
         monkeypatch.setattr(drafter, "catch_up", noted("follow", drafter.catch_up))

@@ -1,5 +1,5 @@
-"""The storm of test_engine_storm with an MTP draft: pages come back, texts are what they are alone, and whoever is
-followed is followed in every step, some to the end and some until they are given up."""
+"""The storm of test_engine_storm with drafts that read hidden states: pages come back, texts are what they are alone,
+and whoever is followed is followed in every step, some to the end and some until they are given up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import test_engine_storm as storms
 import tiny
+import tiny_eagle3
 import tiny_mtp
-from decoding import all_back, engine, model, mtp_draft, tokenizer
+from decoding import all_back, eagle3_draft, engine, model, mtp_draft, tokenizer
 from fixtures import Make
 
 from specctl.engine.scheduler import DraftLength
@@ -19,9 +20,16 @@ from specctl.engine.sequence import Status
 REQUESTS = 400
 
 
-@pytest.mark.parametrize(("family", "detach"), [("llama", False), ("llama", True), ("deepseek_v3", True)])
+@pytest.mark.parametrize(
+    ("family", "detach"), [("llama", False), ("llama", True), ("deepseek_v3", True), ("eagle3", True)]
+)
 def test_hundreds_of_requests(make: Make, monkeypatch: pytest.MonkeyPatch, family: str, detach: bool) -> None:
-    target = tiny_mtp.with_mtp(make, family)
+    if family == "eagle3":
+        target, head = tiny_eagle3.pair(make, ids=tiny_eagle3.IDS)
+        drafter = eagle3_draft(head, target)
+    else:
+        target = tiny_mtp.with_mtp(make, family)
+        drafter = mtp_draft(target)
     monkeypatch.setattr(storms, "REQUESTS", REQUESTS)
     rng = random.Random(2)
     options = {"tokens": tokenizer(target), "eos_ids": frozenset(range(0, 256, 29)) | {tiny.END}}
@@ -33,7 +41,7 @@ def test_hundreds_of_requests(make: Make, monkeypatch: pytest.MonkeyPatch, famil
     def policy(batch: int, context: float) -> DraftLength:
         return DraftLength(storms.policy(batch, context).k, detach=detach)
 
-    e = engine(model(target), mtp_draft(target), policy, pages=17, chunk=48, max_sequences=20, max_length=96, **options)
+    e = engine(model(target), drafter, policy, pages=17, chunk=48, max_sequences=20, max_length=96, **options)
     given_up: set[int] = set()
     step = e.step
 

@@ -231,14 +231,47 @@ def test_the_engines_part_is_what_its_passes_do_not_take(
         return 100.0 + (2 + 0.5 * k if k else 1.0)
 
     monkeypatch.setattr(overheads, "_step", engine_step)
-    monkeypatch.setattr(overheads._Beside, "time", lambda self, k, context: 100.0)
+    monkeypatch.setattr(overheads._Inside, "time", lambda self, k, context: 100.0)
     grid = choose_grid(target, draft, (1, 3), (20,))
     found = overheads.measure_overheads(target, draft, grid, 3, lambda sentence: None)
     assert (found.base, found.spec, found.per_draft_step) == pytest.approx((1.0, 2.0, 0.5))
     assert len(steps) == 2 * 3 * 4  # batches 1 and 3, lengths 0, 1, 5, three rounds and one to warm up
 
 
-def test_engine_steps_are_timed_beside_the_passes_they_are_made_of(
+@pytest.mark.parametrize("kind", ["llama", "ngram"])
+def test_passes_are_timed_inside_the_steps_each_once(
+    model: Path, near: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that a pass of any kind moves on by 1, and nothing else."""
+    target = open_target(str(model), ModelOptions(threads=1))
+    draft = open_draft("ngram" if kind == "ngram" else str(near), target)
+    engine, dial = overheads._engine(target, draft, 2, 60)
+    clock = [0.0]
+    monkeypatch.setattr(overheads.time, "perf_counter", lambda: clock[0])
+
+    def moves(run: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any, **more: Any) -> Any:
+            clock[0] += 1
+            return run(*args, **more)
+
+        return moved
+
+    passes = [target.model] if kind == "ngram" else [target.model, draft.drafter.model]  # type: ignore[attr-defined]
+    for each in passes:
+        monkeypatch.setattr(each, "forward", moves(each.forward))
+    inside = overheads._Inside(engine, draft)
+    lag = 0
+    for k in (1, 4, 0, 2):
+        overheads._step(engine, dial, k, target.device)
+        draft_passes = k + lag if kind == "llama" else 0  # k - 1 steps, the catching up, and that of what K = 0 left
+        assert inside.time(k, 20) == 1000 * (1 + draft_passes)
+        lag = int(k == 0)
+    inside.close()
+    overheads._step(engine, dial, 1, target.device)
+    assert inside.time(1, 20) == 0
+
+
+def test_on_a_device_engine_steps_are_timed_beside_the_passes_they_are_made_of(
     model: Path, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = open_target(str(model), ModelOptions(threads=1))
@@ -246,6 +279,7 @@ def test_engine_steps_are_timed_beside_the_passes_they_are_made_of(
     asked: list[Place] = []
     real = Passes.at
     monkeypatch.setattr(Passes, "at", lambda self, place: (asked.append(place), real(self, place))[1])
+    monkeypatch.setattr(overheads, "_times_inside", lambda target: False)
     list(overheads._leftovers(target, draft, 2, (0, 5), 3))
     kinds = [[place.kind for place in asked if place.context == context] for context in {p.context for p in asked}]
     full = ["steps", "draft", "draft_follow"]

@@ -1,5 +1,4 @@
-"""Training: losses and their gradients, their floors, packing, accumulation, the schedule, the target's hidden
-states."""
+"""Training: losses and their gradients, their floors, packing, accumulation, the schedule."""
 
 from __future__ import annotations
 
@@ -17,12 +16,13 @@ from training import CPU, draft, drafter, examples, furthest, gradients, small, 
 
 from specctl.attention.dense import DenseAttention
 from specctl.checkpoint import Checkpoint
+from specctl.drafts import OutputHead, Scored
 from specctl.errors import UsageError
 from specctl.models import Llama, load
 from specctl.train.examples import Example
 from specctl.train.feed import Cursor, Feed
 from specctl.train.gradients import zero_gradients
-from specctl.train.hidden_store import HiddenStates, HiddenStore
+from specctl.train.hidden import HiddenStates, Reads
 from specctl.train.losses import METRICS, Objective
 from specctl.train.optimiser import Schedule
 from specctl.train.packing import packed
@@ -46,7 +46,8 @@ def test_losses_and_gradients_are_autograds(ce: float, kl: float, tv: float, tem
     ours = final.clone().requires_grad_(), nn.Parameter(values.clone())
     ours[1].grad = torch.zeros_like(values)
     objective = Objective(ce, kl, tv, temperature, chunk, lambda rows: rows @ teacher_head.T)
-    loss, sums = objective(*ours, vocab, label, teacher)
+    scored = Scored(ours[0], label, torch.ones(rows, dtype=torch.float64), teacher)
+    loss, sums = objective(scored, OutputHead(ours[1], vocab))
     (loss / 3).backward()
 
     theirs = final.clone().requires_grad_(), nn.Parameter(values.clone())
@@ -75,14 +76,14 @@ def test_gradients_of_the_whole_model_are_autograds(make: Callable[..., Path], t
     path = make(tiny.llama, seed=5, tie_word_embeddings=tied)
     row = packed(examples(3, seed=4))
     ours = draft(path, checkpointing=checkpointing)
-    loss, _ = drafter(ours).loss(row.batch, row.label_T, None, Objective(1.0, chunk=4))
+    loss, _ = drafter(ours).loss(row, Objective(1.0, chunk=4))
     loss.backward()
 
     theirs = load(Checkpoint(path), torch.float64, CPU, "train")
     attn = DenseAttention()
     attn.plan(row.batch)
     logits = theirs.logits(theirs(row.batch, attn).final_TD)
-    F.cross_entropy(logits, row.label_T, ignore_index=-100, reduction="sum").backward()
+    F.cross_entropy(logits, row.label_JT[0], ignore_index=-100, reduction="sum").backward()
     assert furthest(gradients(ours), gradients(theirs)) < 1e-10
 
 
@@ -115,23 +116,23 @@ def soft(path: Path, *, of: Path, factor: float) -> Path:
 
 @pytest.mark.parametrize(("objective", "metric", "near"), [((0, 1, 0), "kl", 1e-3), ((0, 0, 1), "tv", 5e-3)])
 def test_distance_to_the_target_falls_to_nothing(
-    make: Callable[..., Path], tmp_path: Path, objective: tuple[float, float, float], metric: str, near: float
+    make: Callable[..., Path], objective: tuple[float, float, float], metric: str, near: float
 ) -> None:
     target = load(Checkpoint(make(soft, of=make(tiny.llama, seed=3), factor=0.3)), torch.float64, CPU)
     data = [Example.of(str(n), [65 + n, 70 + n, 80 + n, 90], [(1, 4)]) for n in range(2)]
     model = draft(make(soft, of=make(small, seed=2, hidden_size=32), factor=0.1))
     weighted = Objective(*objective, teacher_head=target.logits)
-    last = overfit(model, data, weighted, 200, teacher=HiddenStore(target, data, tmp_path, "target"), clip=None)
+    last = overfit(model, data, weighted, 200, teacher=HiddenStates(target, data, Reads()), clip=None)
     assert last[metric] < near
     assert last["loss"] == pytest.approx(last[metric])
 
 
-def test_a_mix_rests_where_its_parts_balance(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_mix_rests_where_its_parts_balance(make: Callable[..., Path]) -> None:
     """ce to one label and kl to p at weights a and b: the best q is a onehot + b p, with a + b = 1."""
     target = load(Checkpoint(make(soft, of=make(tiny.llama, seed=3), factor=0.3)), torch.float64, CPU)
     data = [Example.of("one", [65, 66], [(1, 2)])]
-    states = HiddenStore(target, data, tmp_path, "target")
-    p = target.logits(states.rows([0])).softmax(-1)[0]
+    states = HiddenStates(target, data, Reads())
+    p = target.logits(states.example(0).final_TD).softmax(-1)[0]
     best = 0.25 * F.one_hot(torch.tensor(66), len(p)) + 0.75 * p
     floor = float(0.25 * -best[66].log() + 0.75 * (p * (p.log() - best.log())).sum())
     objective = Objective(0.25, 0.75, teacher_head=target.logits)
@@ -170,7 +171,7 @@ def test_packed_examples_do_not_see_each_other(make: Callable[..., Path]) -> Non
         total = 0.0
         for part in parts:
             row = packed(part)
-            loss, _ = ours.loss(row.batch, row.label_T, None, Objective(1.0, chunk=7))
+            loss, _ = ours.loss(row, Objective(1.0, chunk=7))
             loss.backward()
             total += float(loss.detach())
         return total, gradients(model)
@@ -263,29 +264,3 @@ def test_every_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     assert feed.take(Cursor(1, 0)) == Feed(data, 30, 2, seed=5).take(Cursor(1, 0))
     assert feed.take(Cursor(0, 0)) != Feed(data, 30, 2, seed=6).take(Cursor(0, 0))
-
-
-# -- the target's hidden states ----------------------------------------------------------------------------------------
-
-
-def test_hidden_states_are_the_same_kept_or_computed_again(make: Callable[..., Path], tmp_path: Path) -> None:
-    target = load(Checkpoint(make(tiny.llama, seed=3)), torch.float32, CPU)
-    data = examples(6, seed=2)
-    computed = HiddenStates(target, data)
-    kept = HiddenStore(target, data, tmp_path / "hidden", "target")
-    expected = [computed.rows([index]) for index in range(6)]
-    assert [len(rows) for rows in expected] == [example.num_labels for example in data]
-    for _ in range(2):
-        assert torch.equal(kept.rows([4, 1, 3]), torch.cat([expected[index] for index in (4, 1, 3)]))
-    kept.sync()
-    kept.rows([5])  # after the sync: lost when the machine fails, and computed again
-
-    broken = load(Checkpoint(make(tiny.llama, seed=4)), torch.float32, CPU)
-    again = HiddenStore(broken, data, tmp_path / "hidden", "target")  # whoever reads what is kept does not compute it
-    assert torch.equal(again.rows([1, 3, 4]), torch.cat([expected[index] for index in (1, 3, 4)]))
-    assert not torch.equal(again.rows([5]), expected[5])
-    for other in (
-        HiddenStore(broken, data, tmp_path / "hidden", "another target"),
-        HiddenStore(broken, [*data[:-1], data[0]], tmp_path / "hidden", "target"),
-    ):
-        assert not torch.equal(other.rows([1]), expected[1])

@@ -65,7 +65,7 @@ def test_of_lengths_that_cannot_be_told_apart_the_smaller_is_chosen(tune: Tune) 
     """A plateau: every further token is worth a little less than a percent."""
     steps = [3.5, 6.12, 9.12, 12.08, 15.0]
     exact = places(told(tune(profile({1: steps}, {1: 0.01}), 0.999, "--json")))[1]
-    vague = places(told(tune(profile({1: steps}, {1: 0.01}, spread=0.3), 0.999, "--json", "--force")))[1]
+    vague = places(told(tune(profile({1: steps}, {1: 0.01}, spread=0.1), 0.999, "--json", "--force")))[1]
     assert vague["best_k"] == exact["best_k"] == exact["k"] == 4
     assert 0 < vague["k"] < 4
     assert "cannot be told from it" in vague["reason"]
@@ -145,7 +145,9 @@ def test_confidences_of_greedy_drafts_need_no_fates(tune: Tune) -> None:
     st.lists(st.integers(1, 5000), min_size=1, max_size=3, unique=True),
     st.integers(0, 2**32 - 1),
 )
-def test_a_policy_says_everywhere_what_was_decided_there(batches: list[int], contexts: list[int], seed: int) -> None:
+def test_a_policy_says_everywhere_what_was_decided_there_or_what_is_as_good(
+    batches: list[int], contexts: list[int], seed: int
+) -> None:
     random = np.random.default_rng(seed)
     steps = [
         cell(b, q, float(ms), c)
@@ -159,8 +161,11 @@ def test_a_policy_says_everywhere_what_was_decided_there(batches: list[int], con
     assert isinstance(tuning.policy, PolicyFile)  # its ranges follow each other from 1 without gaps
     for batch in (*batches, 1, max(batches) + 5):
         for context in contexts:
-            expected = chooser.decide(min(batch, max(batches)), context).chosen.k
-            assert tuning.policy.lookup(batch, context).k == expected
+            decision = chooser.decide(min(batch, max(batches)), context)
+            said = tuning.policy.lookup(batch, context).k
+            if decision.chosen.k == 0:
+                assert said == 0
+            assert decision.candidates[said].speedup >= 0.99 * decision.chosen.speedup
 
 
 def test_contexts_meet_at_their_geometric_mean() -> None:
@@ -183,6 +188,17 @@ def test_the_policy_follows_load_and_context(tune: Tune, tmp_path: Path) -> None
     assert [policy.lookup(b, c).k for b, c in ((1, 100), (8, 100), (1, 10**5), (8, 10**5))] == [2, 0, 2, 2]
     assert policy.lookup(8, 1000).k == 0
     assert policy.lookup(8, 1001).k == 2
+
+
+def test_where_caches_do_not_fit_nothing_is_decided(tune: Tune, tmp_path: Path) -> None:
+    """At the long context only one text fits, so what steps of eight would be there splits no range."""
+    value = profile({1: [10, 10.1, 10.2], 8: [12, 12.5, 13]}, {1: 0.5, 8: 0.5}, context=100)
+    value["steps"] += [cell(1, q, 100.0 * q, 10000) for q in (1, 2, 3)]
+    told(tune(value, 0.6, "--json"))
+    policy = read_policy(tmp_path / "Y.yaml")
+    assert [policy.lookup(1, c).k for c in (100, 10000)] == [2, 0]
+    assert policy.lookup(8, 100).k == 2
+    assert [each.batch for each in policy.k] == [[1, None]] * 2
 
 
 def test_the_table_tells_why(tune: Tune) -> None:

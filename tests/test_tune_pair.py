@@ -13,11 +13,9 @@ import torch
 import yaml
 from conftest import Run
 from fixtures import Make
-from handmade import profile, trace, write_json, write_yaml
-from tuning import TU1, Tune, told, tuner
+from handmade import trace, write_json, write_yaml
+from tuning import TU1, Tune, of_pair, told, tuner
 
-from specctl.checkpoint import Checkpoint
-from specctl.digest import tensors_sha
 from specctl.schemas.policy import read_policy
 
 
@@ -129,20 +127,6 @@ def prompts(tmp_path: Path) -> Path:
     texts = ("abcabcabc hello", "the cat the cat", "12 21 12 21", "one two one two")
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return path
-
-
-def of_pair(model: Path, draft: Path | None, **more: Any) -> dict[str, Any]:
-    """The profile of a real pair with times by hand: verification is free, so that drafting pays."""
-    drafter = {"kind": "ngram", "digest": None, "max_k": None}
-    if draft is not None:
-        drafter = {"kind": "llama", "digest": tensors_sha(Checkpoint(draft)), "max_k": None}
-    return profile(
-        {1: [10.0] * 5, 4: [10.0] * 5},
-        None if draft is None else {1: 0.01, 4: 0.01},
-        model={"name": "t", "digest": tensors_sha(Checkpoint(model))},
-        drafter=drafter,
-        **more,
-    )
 
 
 def test_acceptance_is_measured_here(run: Run, model: Path, near: Path, prompts: Path, tmp_path: Path) -> None:

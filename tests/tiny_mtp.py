@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,9 +61,19 @@ def with_mtp(make: Make, family: str, layers: int = 1) -> Path:
     return make(mtp, of=make(tiny.deepseek, seed=1, **more))
 
 
-def table(path: Path, *, of: Path, draft: Path) -> Path:
+def reduced(path: Path, *, of: Path, ids: Sequence[int]) -> Path:
+    """The MTP layer that `of` is, alone, for some of the target's token ids."""
+    config, tensors = tiny.read(of)
+    vocab = config["vocab_size"]
+    offsets = torch.tensor([index - row for row, index in enumerate(ids)])
+    tables = {"d2t": offsets, "t2d": torch.tensor([index in ids for index in range(vocab)])}
+    return tiny.write(path, config | {"draft_vocab_size": len(ids)}, tensors | tables, tokenizer=False)
+
+
+def table(path: Path, *, of: Path, draft: Path | None = None) -> Path:
     """The exact table `of` with an MTP layer whose next-token distribution is exactly that of the table in `draft`,
-    whatever the hidden states are: decoder and norms add nothing, and the head is the other table's."""
+    whatever the hidden states are: decoder and norms add nothing, and the head is the other table's. Without one it is
+    the layer alone, with the target's head."""
     config, tensors = tiny.read(of)
     width, prefix = config["hidden_size"], f"model.layers.{config['num_hidden_layers']}."
     parts = {
@@ -73,9 +83,11 @@ def table(path: Path, *, of: Path, draft: Path) -> Path:
     }
     parts |= {name: torch.ones(width) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
     parts["eh_proj.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
-    parts["shared_head.head.weight"] = tiny.read(draft)[1]["lm_head.weight"]
+    if draft is not None:
+        parts["shared_head.head.weight"] = tiny.read(draft)[1]["lm_head.weight"]
     found = {prefix + name: tensor for name, tensor in parts.items()}
-    return _write(path, of, config | {"num_nextn_predict_layers": 1}, tensors, found, None, {})
+    alone: Alone | None = "deepseek" if draft is None else None
+    return _write(path, of, config | {"num_nextn_predict_layers": 1}, tensors, found, alone, {})
 
 
 def _around(tensors: Mapping[str, Tensor], copies: Copies) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ from typing import Any
 from conftest import Run
 from handmade import profile, write_json, write_yaml
 
+from specctl.checkpoint import Checkpoint
+from specctl.digest import tensors_sha
 from specctl.schemas.profile import Profile
 from specctl.schemas.trace import Trace
 from specctl.tune.acceptance import Acceptance
@@ -55,3 +57,17 @@ def costs(value: dict[str, Any]) -> StepCosts:
 
 def acceptance_of(value: dict[str, Any]) -> Acceptance:
     return from_trace(Trace.model_validate(value), "T.json").acceptance
+
+
+def of_pair(model: Path, draft: Path | None, **more: Any) -> dict[str, Any]:
+    """The profile of a real pair with times by hand: verification is free, so that drafting pays."""
+    drafter = {"kind": "ngram", "digest": None, "max_k": None}
+    if draft is not None:
+        drafter = {"kind": "llama", "digest": tensors_sha(Checkpoint(draft)), "max_k": None}
+    return profile(
+        {1: [10.0] * 5, 4: [10.0] * 5},
+        None if draft is None else {1: 0.01, 4: 0.01},
+        model={"name": "t", "digest": tensors_sha(Checkpoint(model))},
+        drafter=drafter,
+        **more,
+    )

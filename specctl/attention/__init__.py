@@ -37,6 +37,16 @@ class AttentionBackend(Protocol):
         """The same for a layer that keeps latents: write `rows` to the batch's slots, attend, return [T, N, V]."""
 
 
+class ChainBackend(AttentionBackend, Protocol):
+    """A backend for training a chain of drafts: all chains at once, one from every row."""
+
+    def begin_step(self, step: int) -> None:
+        """The next attend() calls are for step `step` of every row's chain; plan() begins step 0. Row i of step 0 sees
+        rows up to i. At a later step it lies at position i + step, and sees rows up to i of step 0 and what it was
+        itself at steps 1 to `step`: as decoding would, which keeps what the target's pass left up to i and then runs on
+        what it drafted."""
+
+
 def choose(name: str, cache: KVCache, owner: str, device: torch.device) -> AttentionBackend:
     """The backend called `name` ("auto": flashinfer on CUDA when it works and serves these layers, torch otherwise).
 

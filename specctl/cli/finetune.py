@@ -20,6 +20,7 @@ _KEYS = {
     "data": "data.train",
     "output": "output",
     "init": "draft.init",
+    "draft_vocab_size": "draft.vocab_size",
     "max_steps": "max_steps",
     "max_length": "data.max_length",
     "seed": "seed",
@@ -31,7 +32,11 @@ _KEYS = {
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of the recipe, like optimiser.lr=3e-4."
 )
-@click.option("--kind", type=click.Choice(["llama"]), help="What is trained: a small model of the Llama family.")
+@click.option(
+    "--kind",
+    type=click.Choice(["llama", "mtp", "eagle3"]),
+    help="What is trained: a small model of the Llama family, or a head that reads what the target leaves.",
+)
 @click.option("--target", metavar="MODEL", help="The model to draft for, by directory or hub id.")
 @click.option(
     "--data",
@@ -40,7 +45,13 @@ _KEYS = {
     help="Conversations or texts: a jsonl, json or parquet file, or a hub data set. May be repeated.",
 )
 @click.option("--output", metavar="DIR", help="Where the draft goes, a Hugging Face directory; beside it DIR.run.")
-@click.option("--init", metavar="MODEL", help="Start from this model, which has the target's tokenizer.")
+@click.option("--init", metavar="MODEL", help="Start from this model, which has the target's tokenizer, or this head.")
+@click.option(
+    "--draft-vocab-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of a head: the tokens it can say, the N most frequent; default: all of the target's.",
+)
 @click.option("--max-steps", type=click.IntRange(min=1), metavar="N", help="Optimiser steps; default: one epoch.")
 @click.option("--max-length", type=click.IntRange(min=2), metavar="N", help="Longest example, in tokens.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), metavar="N", help="Seed of the run.")
@@ -79,7 +90,7 @@ def command(
     """
     if as_json and show_mask is not None:
         raise UsageError("--show-mask is for people and --json for machines; give one of them (--dump has the labels)")
-    from specctl.finetune.command import Look, Outputs, finetune
+    from specctl.finetune.command import NOTHING, Look, Outputs, finetune
     from specctl.finetune.options import RunOptions
     from specctl.output import to_json
     from specctl.schemas.recipe import read_recipe
@@ -89,6 +100,8 @@ def command(
     done = finetune(
         read, Look(plan, show_mask, dry_run), Outputs(dump, report), RunOptions(model_options, resume, force)
     )
+    if done is NOTHING:
+        return
     if as_json:
         click.echo(to_json(done.value))
         return

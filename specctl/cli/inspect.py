@@ -12,6 +12,7 @@ from specctl.cli.show import count, pairs, size
 
 if TYPE_CHECKING:
     from specctl.convert_mtp.inspection import MtpFacts
+    from specctl.export.inspection import Eagle3Facts
     from specctl.inspect_model import Inspection, ModelFacts, TokenizerFacts
 
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 @click.argument("model", metavar="PATH")
 @json_option
 def command(model: str, as_json: bool) -> None:
-    """Tell what the model directory PATH holds: architecture, weights, MTP layers, rope, context, tokenizer, and every
-    problem with its remedy. A hub id (org/name[@revision]) is taken too.
+    """Tell what the model directory PATH holds: architecture, weights, MTP layers, an EAGLE-3 head and its layout,
+    rope, context, tokenizer, and every problem with its remedy; of a head also what each engine would misread. A hub id
+    (org/name[@revision]) is taken too.
 
-    Exit code 0 when the model can be served or, of a DeepSeek checkpoint, when its MTP layer is whole; else 2.
+    Exit code 0 when the model can be served, or when the head, or a DeepSeek checkpoint's MTP layer, is whole; else 2.
     """
     from specctl.hub import locate
     from specctl.inspect_model import inspect_model
@@ -63,6 +65,8 @@ def _as_text(inspection: Inspection) -> str:
         rows += [("", f"{part.dtype}: {part.tensors} tensors, {size(part.bytes)}") for part in weights.dtypes]
     if (mtp := inspection.mtp) is not None:
         rows += _mtp_rows(mtp)
+    if (eagle3 := inspection.eagle3) is not None:
+        rows += _eagle3_rows(eagle3)
     if (tokenizer := inspection.tokenizer) is not None:
         rows += _tokenizer_rows(tokenizer)
     lines = [pairs(rows)]
@@ -72,6 +76,8 @@ def _as_text(inspection: Inspection) -> str:
     verdict = "can be served" if inspection.servable else "cannot be served"
     if inspection.mtp is not None and inspection.mtp.whole and inspection.sound:
         verdict += "; its MTP layer is whole" + (" and can be converted" if inspection.mtp.convertible else "")
+    if inspection.eagle3 is not None and inspection.sound:
+        verdict = "cannot be served by itself; drafts for its target"
     return "\n".join([*lines, "", verdict])
 
 
@@ -93,6 +99,26 @@ def _mtp_rows(mtp: MtpFacts) -> list[tuple[str, str]]:
         rows.append(("", f"layer {layer.number}: {layer.tensors} tensors, {size(layer.bytes)}: {dtypes}"))
         rows += [("", f"  {name}: {state}") for name, state in layer.copies.items()]
     return rows
+
+
+def _eagle3_rows(head: Eagle3Facts) -> list[tuple[str, str]]:
+    taps = "the original three" if head.taps is None else ", ".join(map(str, head.taps))
+    norms = ", ".join(norm for norm, has in head.norms.items() if has) or "none"
+    vocabulary = f"{head.draft_vocab} of {head.vocab_size} token ids"
+    if head.draft_vocab == head.vocab_size:
+        vocabulary = f"all {head.vocab_size} token ids"
+    embedding = "its own" if head.own_embedding else "the target's"
+    return [
+        (
+            "EAGLE-3",
+            f"layout {head.layout}, width {head.width}, {head.heads} heads, {head.kv_heads} for keys and values",
+        ),
+        ("reads", f"taps {taps} of a target {head.target_hidden} wide; embedding {embedding}"),
+        ("norms", f"{norms} (of the variants)"),
+        ("says", vocabulary + ("" if head.k is None else f", {head.k} tokens at a time")),
+        ("context", f"{head.context} tokens"),
+        ("rope", f"{head.rope}, theta {head.rope_theta:g}"),
+    ]
 
 
 def _tokenizer_rows(tokenizer: TokenizerFacts) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "specctl.cli.convert_mtp",
         "Take the MTP layer out of a DeepSeek checkpoint, for any reader, or put it into one.",
     ),
+    "export": ("specctl.cli.export", "Write a draft in an engine's layout, proven to be the same draft to it."),
     "doctor": ("specctl.cli.doctor", "Tell what is installed here, which devices work and what is missing for what."),
     "generate": ("specctl.cli.generate", "Generate text for prompts, plainly or with a draft."),
     "bench": ("specctl.cli.bench", "Measure plain against speculative decoding on the same prompts."),

@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 import click
 
 from specctl.errors import UsageError
-from specctl.options import DecodingOptions, ModelOptions
+from specctl.options import DecodingOptions, ModelOptions, Offer
 from specctl.sampling.params import Accept
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 ATTENTION = ("auto", "torch", "flashinfer")
+WEIGHTS = ("bf16", "fp8", "fp8-block")
+CACHES = ("bf16", "fp8")
 
 
 def number(least: float = -math.inf, most: float = math.inf, above: float = -math.inf) -> Callable[[Any], float]:
@@ -84,6 +86,34 @@ def model_options(function: Callable[..., Any]) -> Any:
     )
 
 
+def offer_options(function: Callable[..., Any]) -> Any:
+    """Options of a command that computes step times from constants; it is called with them as `offer`."""
+    positive = click.IntRange(1, 4096)
+    return _collected(
+        function,
+        "offer",
+        Offer,
+        _option(
+            "--model-config",
+            metavar="DIR|HUB ID",
+            help="With a profile of constants: whose steps to compute. Only its config.json is read.",
+        ),
+        _option(
+            "--draft-config",
+            metavar="DIR|HUB ID|mtp|eagle3",
+            help="Likewise, what drafts for it; default: something that has no passes to run, like ngram.",
+        ),
+        _option("--engine", metavar="NAME", help="Whose kernels and overheads: vllm, sglang or trtllm."),
+        _option("--tp", type=positive, metavar="N", help="Devices that share every layer; default 1."),
+        _option(
+            "--ep", type=positive, metavar="N", help="Of these, over how many whole experts are spread; default 1."
+        ),
+        _option("--nodes", type=positive, metavar="N", help="Nodes they stand in; default: as few as hold them."),
+        _option("--quantisation", type=click.Choice(WEIGHTS), help="Of the weights; default: the checkpoint's."),
+        _option("--kv-dtype", type=click.Choice(CACHES), help="Of the KV cache; default bf16."),
+    )
+
+
 def decoding_options(batch: int = 1, many_drafts: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Options of a command that decodes; it is called with them as `decoding_options`. `batch`: the default of --batch;
     `many_drafts`: --draft may be repeated."""
@@ -100,8 +130,8 @@ def decoding_options(batch: int = 1, many_drafts: bool = False) -> Callable[[Cal
                 multiple=many_drafts,
                 callback=_as_tuple,
                 metavar="DRAFT|ngram|mtp",
-                help="What drafts: a model or an MTP layer, by directory or hub id; mtp, the MTP layer inside the "
-                f"target; or ngram, which looks in the text itself.{again}",
+                help="What drafts: a model, an MTP layer or an EAGLE-3 head, by directory or hub id; mtp, the MTP "
+                f"layer inside the target; or ngram, which looks in the text itself.{again}",
             ),
             _option(
                 "--k",

@@ -30,6 +30,7 @@ from specctl.shards import TensorInfo
 
 STEM = "model-mtp"
 WORKERS = 2
+REDUCED = "draft_vocab_size"  # of a layer that this project trained for a part of the vocabulary
 # What transformers 5 leaves out when it saves, and readers want: a DeepSeek-V3 layer has these values only.
 LOST = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -97,15 +98,25 @@ def prepare(wishes: Wishes) -> Job:
 
 def write(job: Job, output: Path, *, force: bool, progress: Callable[[int], object]) -> None:
     """Write the directory, or nothing. Raises CheckpointError when the reader would not take it as it is."""
-    _fits_reader(job, {entry.name: entry.info for entry in job.entries})
+    check_planned(job)
     check_disk(output.parent, job.num_bytes, "the tensors to write")
     sweep(output)
     with new_directory(output, force=force) as directory, locked(directory):
-        write_shards(directory, job.entries, stem=STEM, workers=WORKERS, progress=progress)
-        write_synced(directory / "config.json", to_json(job.config) + "\n")
-        facts = draft_facts(job.wishes.source, job.source, job.checkpoint, job.target, _recipe_facts(job))
-        write_synced(directory / FACTS, to_json(facts) + "\n")
-        _read_back(job, directory)
+        fill(job, directory, progress)
+
+
+def check_planned(job: Job) -> None:
+    """Raises CheckpointError when the reader would not take what is planned as it is."""
+    _fits_reader(job, {entry.name: entry.info for entry in job.entries})
+
+
+def fill(job: Job, directory: Path, progress: Callable[[int], object]) -> None:
+    """Write everything into an empty directory, and read it back by its reader's rules."""
+    write_shards(directory, job.entries, stem=STEM, workers=WORKERS, progress=progress)
+    write_synced(directory / "config.json", to_json(job.config) + "\n")
+    facts = draft_facts(job.wishes.source, job.source, job.checkpoint, job.target, recipe_facts(job))
+    write_synced(directory / FACTS, to_json(facts) + "\n")
+    _read_back(job, directory)
 
 
 def _read_back(job: Job, directory: Path) -> None:
@@ -218,6 +229,7 @@ def _config(
     config["architectures"] = _target_architectures(source.config)
     lost = {key: value for key, value in LOST.items() if config.get(key) is None}
     config |= lost
+    reduced = config.pop(REDUCED, None)
     for key in OTHER_KEYS:
         config.pop(key, None)
     if any(entry.info.dtype == E4M3 for entry in entries):
@@ -228,6 +240,11 @@ def _config(
     if recipe.wish == "bf16":
         config["dtype" if "dtype" in config else "torch_dtype"] = "bfloat16"
     changes = [f"config.json had no {key}, {value!r} is written" for key, value in lost.items()]
+    if reduced not in (None, config["vocab_size"]):
+        changes.append(
+            f"the layer scores {reduced} of {config['vocab_size']} token ids here; engines have no such choice for MTP "
+            "layers and score all of them, by the same rows of the target's head: it is left out"
+        )
     return dialect.config(config), changes
 
 
@@ -262,7 +279,7 @@ def _vllm_notices(copies: list[Copy], wishes: Wishes, was_fp8: bool) -> Iterator
         yield "the embedding is the target's; vLLM with pipeline parallelism wants it here (--shared copy)"
 
 
-def _recipe_facts(job: Job) -> dict[str, Any]:
+def recipe_facts(job: Job) -> dict[str, Any]:
     return {
         "command": "convert-mtp",
         "source": job.wishes.source,

@@ -36,12 +36,12 @@ def _target(name: str, source: Source, checkpoint: Checkpoint, target: Checkpoin
     """The target given; else the source, when it is one; else what the source's own specctl.json says."""
     if target is not None:
         return DraftTarget(
-            name=str(target.path), revision=None, config_sha=config_sha(target.path), tensors_sha=_digest(target.path)
+            name=str(target.path), revision=None, config_sha=config_sha(target.path), tensors_sha=digest(target.path)
         )
     if source.shared:
         path = checkpoint.path
         return DraftTarget(
-            name=name, revision=source.files.revision, config_sha=config_sha(path), tensors_sha=_digest(path)
+            name=name, revision=source.files.revision, config_sha=config_sha(path), tensors_sha=digest(path)
         )
     return recorded_target(checkpoint.path)
 
@@ -60,7 +60,7 @@ def config_sha(path: Path) -> str:
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
 
 
-def _digest(path: Path) -> str | None:
+def digest(path: Path) -> str | None:
     """Of all tensors; None when not all shards are here."""
     try:
         return tensors_sha(Checkpoint(path))

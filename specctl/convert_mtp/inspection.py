@@ -16,7 +16,7 @@ from specctl.convert_mtp.inventory import Inventory, take_inventory
 from specctl.convert_mtp.shared import compare, find_originals, same_bits
 from specctl.convert_mtp.source import Source, locate_layers, marked_layers, tensors_by_layer
 from specctl.dialects.sglang import is_export
-from specctl.drafts.mtp_checkpoint import check_whole, find_mtp, is_nextn
+from specctl.drafts.mtp_checkpoint import check_whole, find_mtp, is_nextn, read_vocabulary
 from specctl.errors import CheckpointError, IncompatiblePair
 from specctl.heads.mtp import EMBEDDING, HEAD, SHARED, claimed_layers
 from specctl.heads.quantisation import Scheme
@@ -97,9 +97,12 @@ def inspect_mtp(checkpoint: Checkpoint, index: dict[str, str] | None = None) -> 
         except CheckpointError as error:
             remedy = "use the original checkpoint, or put its own config.json beside its weights"
             findings.append(Finding("error", str(error), remedy))
+    role = _role(names, found)
+    if role == "MTP head":
+        findings += _vocabulary(checkpoint)
     return MtpFacts(
         family=SUPPORTED,
-        role=_role(names, found),
+        role=role,
         dialect=("sglang" if is_export(config) else "deepseek") if found else None,
         claimed=claimed,
         found=tuple(found),
@@ -129,6 +132,8 @@ def _of_another(checkpoint: Checkpoint, names: list[str]) -> MtpFacts | None:
         except (CheckpointError, IncompatiblePair) as error:
             findings.append(Finding("error", str(error), "use the original checkpoint, or its own config.json"))
     role, dialect = _role(names, found), ("sglang" if nextn else "deepseek") if found else None
+    if role == "MTP head":
+        findings += _vocabulary(checkpoint)
     return MtpFacts(model_type, role, dialect, claimed, tuple(found), None, tuple(layers), tuple(findings))
 
 
@@ -147,6 +152,18 @@ def _plain_layer(checkpoint: Checkpoint, number: int) -> LayerFacts:
             copies[copy] = "equal" if same else "differs"
     total = sum(info.num_bytes for info in infos.values())
     return LayerFacts(number, len(infos), total, dict(dtypes), copies, whole=True)
+
+
+def _vocabulary(checkpoint: Checkpoint) -> list[Finding]:
+    """What there is to say about an MTP layer that scores a part of the target's ids."""
+    try:
+        ids_V = read_vocabulary(checkpoint)
+    except CheckpointError as error:
+        return [Finding("error", str(error), "write d2t as what is added to a row's number, ids rising")]
+    if ids_V is None:
+        return []
+    what = f"it scores {len(ids_V)} of {checkpoint.config['vocab_size']} token ids (d2t)"
+    return [Finding("note", what, "drafts so with specctl; engines have no such choice and score all of them")]
 
 
 def _role(names: list[str], found: list[int]) -> Role:

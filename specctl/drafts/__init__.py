@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from specctl.attention import AttentionBackend
 from specctl.kv.batch import Batch
@@ -17,7 +17,7 @@ from specctl.kv.cache import LayerKV
 from specctl.models import Hidden
 from specctl.sampling.batch import SamplingBatch
 
-KINDS = ("llama", "mtp", "ngram")
+KINDS = ("llama", "mtp", "eagle3", "ngram")
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,60 @@ class Drafter(Protocol):
         """Propose up to k[b] tokens for each sequence of `batch`, whose one row each stands at the next position."""
 
 
-class Objective(Protocol):
-    """A loss over labelled rows, R of them, of a draft's final hidden states and its head's weight [V or more, D]."""
+@dataclass(frozen=True)
+class TrainingRows:
+    """Whole examples, packed, and what is to be learnt from them by a chain of J steps; one for a draft without steps.
 
-    def __call__(
-        self, final_RD: Tensor, head: nn.Parameter, vocab_size: int, label_R: Tensor, teacher_RE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The loss, summed over rows, and what else was measured, summed too. vocab_size: ids that count."""
+    token_JT: the token each row holds at each step; any id where the example is over. label_JT: what should be said
+    there, negative for a row that is only read. weight_JT: how much it counts. hidden: what the target left in the
+    rows, as far as somebody asked for it.
+    """
+
+    batch: Batch
+    token_JT: Tensor
+    label_JT: Tensor
+    weight_JT: Tensor
+    hidden: Hidden | None = None
+    shift: int = 0
+
+    def following(self, step: int, row_R: Tensor) -> Tensor:
+        """The target's final hidden states where it said what these rows are to say at this step, [R, E]."""
+        assert self.hidden is not None
+        return self.hidden.final_TD[row_R + self.shift + step]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Labelled rows of one step. label_R: columns of the head, -1 for what the head has no column for. weight_R: how
+    much each counts in the loss. teacher_RE: the target's final hidden states, for an objective that looks at them."""
+
+    final_RD: Tensor
+    label_R: Tensor
+    weight_R: Tensor
+    teacher_RE: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The matrix that makes logits of final hidden states, [V or more, D]. vocab_size: columns that count. ids_V: the
+    target ids of these; None when they are the target's own. trained: whether it gets a gradient, which is added to
+    weight.grad."""
+
+    weight: Tensor
+    vocab_size: int
+    ids_V: Tensor | None = None
+    trained: bool = True
+
+
+class Objective(Protocol):
+    """A loss over labelled rows."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it looks at the target's hidden states."""
+
+    def __call__(self, scored: Scored, head: OutputHead) -> tuple[Tensor, Tensor]:
+        """The loss, weighted and summed over rows, and what else was measured, summed without weights."""
 
 
 class Trainable(Protocol):
@@ -113,9 +160,5 @@ class Trainable(Protocol):
 
     attn: AttentionBackend | None
 
-    def loss(
-        self, batch: Batch, label_T: Tensor, teacher_RE: Tensor | None, objective: Objective
-    ) -> tuple[Tensor, Tensor]:
-        """What `objective` says of the batch. label_T: what each row should say next, negative for a row that is only
-        read; teacher_RE: the target's final hidden states of the R labelled rows, for an objective that looks at them.
-        """
+    def loss(self, rows: TrainingRows, objective: Objective) -> tuple[Tensor, Tensor]:
+        """What `objective` says of the rows, summed over steps, and its measures for each step, [J, M]."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specctl.attention import AttentionBackend
-from specctl.drafts import Draft, Objective
+from specctl.drafts import Draft, Objective, OutputHead, Scored, TrainingRows
 from specctl.drafts.chain import draft_chain
 from specctl.kv.batch import Batch
 from specctl.kv.cache import LayerKV
@@ -65,15 +65,20 @@ class LlamaDrafter:
 
         return draft_chain(batch, carry[batch.lane_B], k, sampling, run)
 
-    def loss(
-        self, batch: Batch, label_T: Tensor, teacher_RE: Tensor | None, objective: Objective
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, rows: TrainingRows, objective: Objective) -> tuple[Tensor, Tensor]:
         """See `Trainable`; `attn` is one with gradients."""
         assert self.attn is not None
-        self.attn.plan(batch)
+        self.attn.plan(rows.batch)
+        (label_T,), (weight_T,) = rows.label_JT, rows.weight_JT
         row_R = (label_T >= 0).nonzero()[:, 0]
-        final_RD = self.model(batch, self.attn).final_TD[row_R]
-        return objective(final_RD, self.model.lm_head.weight, self.vocab_size, label_T[row_R], teacher_RE)
+        scored = Scored(
+            final_RD=self.model(rows.batch, self.attn).final_TD[row_R],
+            label_R=label_T[row_R],
+            weight_R=weight_T[row_R],
+            teacher_RE=rows.following(0, row_R) if objective.needs_teacher else None,
+        )
+        loss, sums = objective(scored, OutputHead(self.model.lm_head.weight, self.vocab_size))
+        return loss, sums[None]
 
     def _logits(self, rows: Batch) -> Tensor:
         """Logits after the last row of every sequence, [B, V]."""

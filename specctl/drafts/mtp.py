@@ -1,29 +1,26 @@
 """The MTP layer of a checkpoint: one decoder layer of the target's architecture that reads the target's hidden states.
 
-Row i holds token i + 1 beside the target's hidden state of position i, after its last norm, and lies in slot i at
-position i: the target's own slots, with the tokens moved by one. What it gives after its own last norm goes to the
-head, and takes the place of the target's hidden state when more than one token is drafted. Nothing here depends on the
-architecture: the decoder layer, its rotation and what it stores are the target's.
-Legend: T rows, R chosen rows, B sequences, L lanes, D width, V vocabulary.
+What it reads beside a token is the target's hidden state after its last norm. What it gives after its own last norm
+goes to the head, and takes the place of the target's hidden state when more than one token is drafted. Nothing here
+depends on the architecture: the decoder layer, its rotation and what it stores are the target's.
+Legend: T rows, R chosen rows, D width, V scored ids.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from specctl.attention import AttentionBackend
-from specctl.drafts import Draft
-from specctl.drafts.chain import draft_chain
+from specctl.drafts import OutputHead
+from specctl.drafts.head import Given, HeadDrafter, HeadModule
 from specctl.kv.batch import Batch
 from specctl.kv.cache import LayerKV
 from specctl.layers import Embedding, Linear, Purpose, RMSNorm
 from specctl.models import Hidden
 from specctl.models.causal import CausalLM, DecoderLayer, Fill
-from specctl.sampling.batch import SamplingBatch
 
 
 class SharedHead(nn.Module):
@@ -71,19 +68,30 @@ class MtpLayer(nn.Module):
             fill(f"{prefix}.embed_tokens", self.embed_tokens)
 
 
-class Mtp(nn.Module):
+class Mtp(HeadModule):
     """An MTP layer beside its target, whose embedding and head it uses unless it has its own.
 
-    number: of the layer in its checkpoint. Build it on the meta device and fill it by prepare().
+    number: of the layer in its checkpoint. ids_V: the target ids that it scores, where these are a part of all. Build
+    it on the meta device and fill it by prepare().
     """
 
-    def __init__(self, target: CausalLM, number: int, own_embedding: bool = False, own_head: bool = False) -> None:
+    def __init__(
+        self,
+        target: CausalLM,
+        number: int,
+        own_embedding: bool = False,
+        own_head: bool = False,
+        ids_V: Tensor | None = None,
+    ) -> None:
         super().__init__()
+        assert ids_V is None or not own_head
         self.model = nn.Module()
         self.model.layers = nn.ModuleDict({str(number): MtpLayer(target, own_embedding, own_head)})
         self.prefix = f"model.layers.{number}"
         self.config = target.config
+        self.ids_V = ids_V
         self._target = (target,)  # no child of this one
+        self._rows: tuple[Linear, ...] = ()  # nor this, it is the target's
         self._rope = target.rotation(target.config)
 
     @property
@@ -92,89 +100,70 @@ class Mtp(nn.Module):
         assert isinstance(layer, MtpLayer)
         return layer
 
-    def forward(self, rows: Batch, hidden_TD: Tensor, attn: AttentionBackend) -> Tensor:
-        """[T, D] after the last norm. hidden_TD: of the target, or what this gave for the row before."""
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_columns(self) -> int:
+        return self.config.vocab_size if self.ids_V is None else len(self.ids_V)
+
+    @property
+    def max_length(self) -> int:
+        return self.config.max_length
+
+    @property
+    def like(self) -> Tensor:
+        return self.layer.enorm.weight
+
+    def read(self, hidden: Hidden) -> Tensor:
+        return hidden.final_TD.to(self.like.dtype)
+
+    def forward(self, rows: Batch, read_TD: Tensor, attn: AttentionBackend) -> Given:
         layer, target = self.layer, self._target[0]
         embedding = target.model.embed_tokens if layer.embed_tokens is None else layer.embed_tokens
-        both_T2D = torch.cat((layer.enorm(embedding(rows.token_T)), layer.hnorm(hidden_TD)), dim=-1)
+        both_T2D = torch.cat((layer.enorm(embedding(rows.token_T).to(read_TD.dtype)), layer.hnorm(read_TD)), dim=-1)
         x_TD: Tensor = layer.eh_proj(both_T2D)
         x_TD = layer.decoder(x_TD, self._rope.cos_sin(rows.position_T, x_TD.dtype), attn)
         out: Tensor = layer.shared_head.norm(x_TD)
-        return out
+        return Given(out, out)
 
-    def logits(self, out_RD: Tensor) -> Tensor:
-        """[R, V] of what forward() gave."""
+    def logits(self, final_RD: Tensor) -> Tensor:
         own = self.layer.shared_head.head
-        found: Tensor = self._target[0].logits(out_RD) if own is None else own(out_RD)
+        if self._rows:
+            own = self._rows[0]
+        found: Tensor = self._target[0].logits(final_RD) if own is None else own(final_RD)
         return found
+
+    def use_rows(self, weight_VD: Tensor) -> None:
+        """Rows of the target's head for its columns: those of ids_V, or all of them for training, which cannot use a
+        head that is packed."""
+        assert len(weight_VD) == self.num_columns
+        with torch.device("meta"):
+            rows = Linear(self.width, self.num_columns)
+        rows.weight = nn.Parameter(weight_VD, requires_grad=False)
+        self._rows = (rows,)
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        frozen = ("embed_tokens.", "shared_head.head.")
+        return (parameter for name, parameter in self.layer.named_parameters() if not name.startswith(frozen))
+
+    def output_head(self) -> OutputHead:
+        own = self.layer.shared_head.head
+        if own is not None:
+            return OutputHead(own.weight, self.num_columns, trained=False)
+        return OutputHead(self._rows[0].weight, self.num_columns, self.ids_V, trained=False)
 
     def kv_layer(self, dtype: torch.dtype) -> LayerKV:
         return self._target[0].kv_layer(self.config, "draft", dtype)
 
     def prepare(self, purpose: Purpose, fill: Fill) -> None:
+        for rows in self._rows:
+            rows.prepare(purpose)
         self.layer.prepare(purpose, fill, self.prefix)
 
 
-@dataclass(frozen=True)
-class Carry:
-    """What the last row of each sequence gave."""
-
-    logits_LV: Tensor
-    out_LD: Tensor
-
-
-class MtpDrafter:
-    """`Drafter` of kind "mtp". Set `attn` (the "draft" owner's backend) before the first pass.
-
-    num_layers: MTP layers of the checkpoint. The first one drafts; a chain runs it again on what it gave, and of a
-    checkpoint with more of them that is not what they are for.
-    """
-
-    kind = "mtp"
-    taps: tuple[int, ...] = ()
-    reads_hidden = True
-    shift: Literal[0, 1] = 1
-    window: int | None = None
-
-    def __init__(self, model: Mtp, num_layers: int = 1) -> None:
-        self.model = model
-        self.max_k: int | None = None if num_layers == 1 else 1
-        self.depth: int | None = 1
-        self.max_length: int | None = model.config.max_length
-        self.attn: AttentionBackend | None = None
-
-    @property
-    def kv_layers(self) -> list[LayerKV]:
-        return [self.model.kv_layer(self._weight.dtype)]
-
-    @property
-    def _weight(self) -> Tensor:
-        return self.model.layer.enorm.weight
-
-    def follow_rows(self, k: int) -> int:
-        return k + 1
-
-    def new_carry(self, num_lanes: int) -> Carry:
-        config, like = self.model.config, self._weight
-        return Carry(like.new_zeros(num_lanes, config.vocab_size), like.new_zeros(num_lanes, config.hidden_size))
-
-    def catch_up(self, rows: Batch, hidden: Hidden | None, carry: Carry) -> None:
-        assert hidden is not None
-        carry.out_LD[rows.lane_B], carry.logits_LV[rows.lane_B] = self._last(rows, hidden.final_TD)
-
-    def draft(self, batch: Batch, carry: Carry, k: list[int], sampling: SamplingBatch) -> Draft:
-        out_BD = carry.out_LD[batch.lane_B]
-
-        def run(slot: int, token_B: Tensor) -> Tensor:
-            nonlocal out_BD
-            out_BD, logits_BV = self._last(batch.at(slot - 1, token_B), out_BD)
-            return logits_BV
-
-        return draft_chain(batch, carry.logits_LV[batch.lane_B], k, sampling, run)
-
-    def _last(self, rows: Batch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last row of every sequence gives, [B, D], and its logits."""
-        assert self.attn is not None
-        self.attn.plan(rows)
-        out_BD = self.model(rows, hidden_TD, self.attn)[rows.last_row_B]
-        return out_BD, self.model.logits(out_BD)
+def mtp_drafter(model: Mtp, num_layers: int = 1) -> HeadDrafter:
+    """num_layers: MTP layers of the checkpoint. The first one drafts; a chain runs it again on what it gave, and of a
+    checkpoint with more of them that is not what they are for."""
+    return HeadDrafter("mtp", model, max_k=None if num_layers == 1 else 1)

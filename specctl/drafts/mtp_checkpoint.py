@@ -1,5 +1,6 @@
 """An MTP layer found in a checkpoint, held against its target, and filled: the one inside the target, or one in a
-directory of its own, as convert-mtp writes it for any reader.
+directory of its own, as convert-mtp writes it for any reader. In a directory of its own it may score a part of the
+target's vocabulary only: d2t beside it says which ids, and their rows are taken from the target's head.
 
 An engine builds the layer from the target's config, so what the layer was made for has to be the same there. What
 differs is named by the tensor that shows it, or by the key of config.json where no tensor does.
@@ -12,13 +13,15 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specctl import models
 from specctl.checkpoint import Checkpoint
-from specctl.drafts.mtp import Mtp, MtpDrafter
+from specctl.drafts.head import HeadDrafter
+from specctl.drafts.mtp import Mtp, mtp_drafter
 from specctl.errors import CheckpointError, IncompatiblePair
 from specctl.heads.mtp import EMBEDDING, HEAD, MARKS, SHARED, claimed_layers
+from specctl.heads.vocabulary import D2T, T2D, read_ids
 from specctl.keys import Keys
 from specctl.layers import Purpose
 from specctl.models import CausalLM, CommonConfig, Weights
@@ -87,9 +90,15 @@ def is_nextn(config: Mapping[str, Any]) -> bool:
 
 
 def load_mtp(
-    found: Found, target: CausalLM, original: Checkpoint, device: torch.device, purpose: Purpose = "serve"
-) -> MtpDrafter:
-    """The layer, ready to run beside `target`, which was loaded from `original`.
+    found: Found,
+    target: CausalLM,
+    original: Checkpoint,
+    device: torch.device,
+    purpose: Purpose = "serve",
+    depth: int | None = None,
+) -> HeadDrafter:
+    """The layer, ready to run beside `target`, which was loaded from `original`. depth: steps it was trained for, None
+    where nothing is known, and then one.
 
     An embedding or head stored with it that is the target's own, number for number, is left out. Raises
     IncompatiblePair for a layer of another model and CheckpointError for one that is not whole, naming tensor or key.
@@ -97,19 +106,62 @@ def load_mtp(
     _check_number(found, target.config.num_layers)
     weights = Weights(found.checkpoint)
     own = {copy: _differs(found, copy, original, target.config) for copy in SHARED}
+    ids_V = None if found.checkpoint is original else read_vocabulary(found.checkpoint)
+    if ids_V is not None and own[HEAD]:
+        raise CheckpointError(f"{found.where}: has both {D2T} and {found.name(HEAD)}; its rows would be of either")
     with torch.device("meta"):
-        model = Mtp(target, found.number, own_embedding=own[EMBEDDING], own_head=own[HEAD])
+        model = Mtp(target, found.number, own[EMBEDDING], own[HEAD], None if ids_V is None else ids_V.to(device))
     _check_tensors(found, model, weights, target.config)
     if found.checkpoint is not original:
         _check_config(found, target.config)
     dtype = target.model.norm.weight.dtype
+    if ids_V is not None:
+        rows = models.EMBEDDING if target.config.tied else models.HEAD
+        model.use_rows(Weights(original).tensor(rows, dtype)[ids_V].to(device))
+    _fill(model, weights, dtype, device, purpose)
+    drafter = mtp_drafter(model, found.count)
+    if depth is not None and drafter.max_k is None:
+        drafter.depth = depth
+    return drafter
 
+
+def build(found: Found, target: CausalLM, dtype: torch.dtype, device: torch.device, purpose: Purpose) -> Mtp:
+    """The layer alone, over the embedding and the head of whatever `target` is."""
+    with torch.device("meta"):
+        model = Mtp(target, found.number)
+    _fill(model, Weights(found.checkpoint), dtype, device, purpose)
+    return model
+
+
+def _fill(model: Mtp, weights: Weights, dtype: torch.dtype, device: torch.device, purpose: Purpose) -> None:
     def fill(prefix: str, part: nn.Module) -> None:
         models.fill_part(weights, prefix, part, dtype, device, purpose)
 
     model.prepare(purpose, fill)
     models.give_back_freed_memory()
-    return MtpDrafter(model, found.count)
+
+
+def read_vocabulary(checkpoint: Checkpoint) -> Tensor | None:
+    """The target ids that an MTP layer in a directory of its own scores, int64 in order; None for all of them.
+
+    Raises CheckpointError where config and tables contradict each other or make no vocabulary.
+    """
+    where = str(checkpoint.path)
+    keys = Keys(checkpoint.config, f"{where}/config.json")
+    vocab = keys.integer("vocab_size")
+    size = keys.integer("draft_vocab_size", vocab)
+    if D2T not in checkpoint:
+        if size != vocab:
+            raise CheckpointError(
+                f"{where}: {D2T} is missing, and the layer has {size} of {vocab} token ids (draft_vocab_size): without "
+                "it nobody knows which"
+            )
+        return None
+    d2t_V = checkpoint.tensor(D2T)
+    size = keys.integer("draft_vocab_size", max(d2t_V.numel(), 1))
+    t2d = checkpoint.tensor(T2D) if T2D in checkpoint else None
+    ids_V = read_ids(d2t_V, t2d, size, vocab, where)
+    return ids_V if size < vocab else None
 
 
 def check_whole(found: Found) -> None:

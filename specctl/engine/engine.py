@@ -31,13 +31,10 @@ from specctl.kv.pages import PAGE_SIZE, PageTable
 from specctl.models import CausalLM, Hidden
 from specctl.sampling.batch import SamplingBatch
 from specctl.sampling.noise import make_key
+from specctl.sampling.params import MAX_K as MAX_K
 from specctl.sampling.params import Accept, SamplingParams
 from specctl.text.output import TextOutput
 from specctl.text.tokenizer import Tokenizer
-
-MAX_K = 16
-"""The longest block of a chain; it bounds the slots kept free for a step."""
-
 
 Observer = Callable[[list[Sequence], Draft, Tensor, Verdict], None]
 """Shown every decision before it is committed: sequences, their drafts, processed scores [B, M, V], the verdict."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specctl.dist import joined, leads
 from specctl.errors import CheckpointError, UsageError
 from specctl.finetune.data import DataSet, load_examples
 from specctl.finetune.options import RunOptions
@@ -50,12 +51,18 @@ class Done:
     text: str = ""
 
 
+NOTHING = Done({})
+"""What a process has to say that is not the leading one."""
+
+
 def finetune(recipe: Recipe, look: Look, outputs: Outputs, options: RunOptions) -> Done:
     """Do what is asked; notices go to stderr. Raises SpecctlError as its parts do."""
     if look and options.resume:
         raise UsageError("--resume goes on with training; leave --plan, --show-mask and --dry-run out")
     if outputs.dump is not None and not look.dry_run:
         raise UsageError("--dump goes with --dry-run, which trains nothing")
+    if not leads():
+        outputs = Outputs()
     with ExitStack() as files:
         # Whatever cannot be written is refused now and not after the work.
         dump, written = (
@@ -77,7 +84,10 @@ def finetune(recipe: Recipe, look: Look, outputs: Outputs, options: RunOptions) 
 def _train(recipe: Recipe, options: RunOptions, written: Path | None) -> Done:
     from specctl.finetune.run import run
 
-    result = run(recipe, options, _say)
+    with joined() as world:
+        result = run(recipe, options, _say, world)
+    if result is None:
+        return NOTHING
     value = report(result.data, result.losses, result.lrs)
     if written is not None:
         write_report(written, value)

@@ -207,6 +207,8 @@ class _Loader:
     def _fitted(self, examples: list[Example]) -> list[Example]:
         """What is left within max_length. Raises RequestError when there is no label in it."""
         limit = self.recipe.data.max_length
+        if self.recipe.reads_hidden:
+            examples = [example.without_first() for example in examples]
         kept = []
         for example in examples:
             if len(example.ids) <= limit:
@@ -218,7 +220,8 @@ class _Loader:
         if kept:
             return kept
         if all(len(example.ids) <= limit for example in examples):
-            raise RequestError("has no token to train")
+            why = ": a head learns what follows an answer's first token" if self.recipe.reads_hidden else ""
+            raise RequestError(f"has no token to train{why}")
         if self.recipe.data.on_long == "skip":
             raise RequestError(f"is longer than data.max_length {limit}")
         raise RequestError(f"has 0 trainable tokens in the first {limit} (data.max_length)")

@@ -8,20 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from specctl.dist import ALONE, World
+
 
 class Interrupted(KeyboardInterrupt):
     """Raised where the run can be saved."""
 
 
 class Interrupts:
-    """check() raises Interrupted after a SIGINT or SIGTERM; a second one ends the process as usual."""
+    """check() raises Interrupted after a SIGINT or SIGTERM; a second one ends the process as usual. Of several
+    processes all are interrupted when one is, for they can only stop together."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World = ALONE) -> None:
         self.asked = False
+        self._world = world
 
     def check(self) -> None:
-        if self.asked:
+        if self._world.any(self.asked):
             raise Interrupted
+
+    def check_alone(self) -> None:
+        """Where the others are waiting; with others there is nothing to be done but to go on."""
+        if self._world.size == 1:
+            self.check()
 
     @contextmanager
     def caught(self, say: Callable[[str], None]) -> Iterator[None]:

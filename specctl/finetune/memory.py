@@ -6,47 +6,53 @@ only is an estimate. Legend: T rows of a packed batch, D width, I inner width, N
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specctl.models import Llama, ModelConfig
+from specctl.drafts.head import HeadModule
+from specctl.models import CommonConfig, Llama, ModelConfig
 from specctl.schemas.recipe import Recipe
 
 GIB = 2**30
 SMALLEST_CHUNK_BUFFERS, TEACHER_BUFFERS, MIXED_BUFFERS = 2, 4, 5
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes by part."""
-
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
-def estimate(recipe: Recipe, draft: Llama, rows: int, dtype: torch.dtype, target: int, base: int) -> Memory:
-    """The most that is held at a time. draft: a skeleton will do; rows: of the largest packed batch, all of them with a
-    label; dtype: of the weights trained; target: bytes of the target, 0 where it is not loaded; base: what the process
-    holds already."""
-    size = dtype.itemsize
+def of_llama(recipe: Recipe, draft: Llama, rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """The most that a draft of kind llama takes at a time. draft: a skeleton will do; rows: of the largest packed
+    batch, all of them with a label; dtype: of the weights trained."""
+    size, config = dtype.itemsize, draft.config
     weights = sum(parameter.numel() for parameter in draft.parameters()) * size
-    return Memory(
-        {
-            "process": base,
-            "target": target,
-            "weights": weights,
-            "gradients": weights,
-            "optimiser": 2 * weights,
-            "activations": _activations(draft.config, rows, size, recipe.optimiser.checkpointing),
-            "logits": _logits(recipe, draft.config, min(recipe.loss.chunk, rows), size),
-        }
-    )
+    return {
+        **_states(weights, weights),
+        "activations": _activations(config, rows, size, recipe.optimiser.checkpointing),
+        "logits": _logits(
+            recipe, config.vocab_size, config.vocab_size, config.hidden_size, min(recipe.loss.chunk, rows), size
+        ),
+    }
+
+
+def of_head(recipe: Recipe, draft: HeadModule, target: CommonConfig, rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """The same of a head, every step of whose chain keeps what it needs for its gradients. Its rows of the target's
+    output head count as weights."""
+    size, width, columns = dtype.itemsize, draft.width, draft.num_columns
+    trained = sum(parameter.numel() for parameter in draft.trained()) * size
+    weights = sum(parameter.numel() for parameter in draft.parameters()) * size + columns * width * size
+    steps = recipe.loss.steps
+    # Per row: the two inputs with their norms side by side (6 D), and the layer as in a Llama.
+    inner, heads = target.intermediate_size, target.num_heads * target.head_dim
+    row = 12 * width + 6 * heads + 4 * inner
+    kept = width + 2 * heads if recipe.optimiser.checkpointing else row
+    hidden = (1 + len(draft.taps)) * rows * target.hidden_size * size
+    return {
+        **_states(weights, trained),
+        "activations": (steps * kept + 2 * row) * rows * size + hidden,
+        "logits": _logits(recipe, columns, target.vocab_size, width, min(recipe.loss.chunk, rows), size),
+    }
+
+
+def _states(weights: int, trained: int) -> dict[str, int]:
+    return {"weights": weights, "gradients": trained, "optimiser": 2 * trained}
 
 
 def _activations(config: ModelConfig, rows: int, size: int, checkpointing: bool) -> int:
@@ -63,13 +69,15 @@ def _activations(config: ModelConfig, rows: int, size: int, checkpointing: bool)
     return (config.num_layers * kept + working + 4 * rows * width) * size
 
 
-def _logits(recipe: Recipe, config: ModelConfig, chunk: int, size: int) -> int:
-    """A chunk's logits with what is made of them, and the head in another dtype where there is one."""
+def _logits(recipe: Recipe, columns: int, vocab_size: int, width: int, chunk: int, size: int) -> int:
+    """A chunk's logits with what is made of them, the target's before they are cut to the draft's columns, and the head
+    in another dtype where there is one."""
     loss = recipe.loss
     teacher = loss.kl > 0 or loss.tv > 0
     buffers = SMALLEST_CHUNK_BUFFERS if not teacher else MIXED_BUFFERS if loss.ce > 0 else TEACHER_BUFFERS
-    copy = 2 * config.vocab_size * config.hidden_size if recipe.optimiser.autocast else 0
-    return buffers * chunk * config.vocab_size * max(4, size) + copy
+    copy = 2 * columns * width if recipe.optimiser.autocast else 0
+    whole = 2 * vocab_size if teacher and columns < vocab_size else 0
+    return (buffers * columns + whole) * chunk * max(4, size) + copy
 
 
 def anonymous() -> int:

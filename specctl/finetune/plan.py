@@ -11,25 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from specctl.checkpoint import Checkpoint
 from specctl.errors import CapacityError
 from specctl.finetune.data import DataSet
-from specctl.finetune.memory import GIB, Memory, anonymous, estimate
+from specctl.finetune.kinds import plan_start
+from specctl.finetune.memory import GIB, anonymous
 from specctl.finetune.options import RunOptions
-from specctl.finetune.start import Start, plan_start
+from specctl.finetune.start import Start
 from specctl.hub import locate
-from specctl.models import Llama, read_config
+from specctl.models import read_config
 from specctl.pair import free_memory, has_tokenizer, resolve_device, resolve_dtype
 from specctl.schemas.recipe import Recipe
 from specctl.text.tokenizer import Tokenizer
 from specctl.train.examples import Example
 from specctl.train.feed import Cursor, Feed
-from specctl.train.hidden_store import HiddenStore
+from specctl.train.hidden import Reads
+from specctl.train.hidden_store import bytes_needed
+from specctl.train.packing import Chain
 
 RATE_SECONDS = 0.3  # how long this machine's speed is looked at
 # A pass over few rows is bound by reading the weights: it takes a few times as long as its multiplications.
 DECODING = 4
+UNASKED = 8 * GIB  # of the target's states that are kept without being asked to
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,11 @@ def plan(recipe: Recipe, options: RunOptions, data: DataSet) -> Plan:
     recipe."""
     checkpoint = Checkpoint(locate(recipe.target))
     tokenizer = Tokenizer(checkpoint.path) if has_tokenizer(checkpoint.path) else None
-    start = plan_start(recipe.draft, checkpoint, tokenizer)
     data = answered(recipe, data)
+    start = plan_start(recipe, checkpoint, tokenizer, data)
     found = make_plan(recipe, options, data, start, checkpoint, anonymous())
     found.check()
-    return replace(found, seconds=_seconds(recipe, options, data, start.skeleton(), found, checkpoint))
+    return replace(found, seconds=_seconds(recipe, options, data, start, found, checkpoint))
 
 
 def make_plan(recipe: Recipe, options: RunOptions, data: DataSet, start: Start, target: Checkpoint, base: int) -> Plan:
@@ -151,8 +156,9 @@ def make_plan(recipe: Recipe, options: RunOptions, data: DataSet, start: Start, 
     target_dtype = resolve_dtype(options.model.dtype, target, device)
     target_bytes = _resident(target) * target_dtype.itemsize if wanted else 0
     held = anonymous() if device.type == "cpu" else 0
-    memory: Memory = estimate(recipe, skeleton, load.largest, dtype, target_bytes, min(base, held))
-    disk = _disk(recipe, data, skeleton, load, target, target_dtype)
+    memory = {"process": min(base, held), "target": target_bytes, **start.memory(recipe, load.largest, dtype)}
+    states = kept_states(recipe, start, data, load.epochs, target, target_dtype)
+    disk = _disk(recipe, data, skeleton, states)
     place = Path(recipe.output or ".").expanduser().resolve()
     return Plan(
         start=start.words,
@@ -161,7 +167,7 @@ def make_plan(recipe: Recipe, options: RunOptions, data: DataSet, start: Start, 
         steps=load.steps,
         tokens=load.tokens,
         labels=load.labels,
-        memory=dict(memory.parts),
+        memory=memory,
         memory_free=free_memory(device) + held,
         disk=disk,
         disk_free=shutil.disk_usage(_there(place)).free,
@@ -171,8 +177,7 @@ def make_plan(recipe: Recipe, options: RunOptions, data: DataSet, start: Start, 
 
 def needs_target(recipe: Recipe, data: DataSet) -> bool:
     """Whether the target's weights are used for anything."""
-    teaches = recipe.loss.kl > 0 or recipe.loss.tv > 0
-    return teaches or bool(data.held_out) or recipe.data.regenerate is not None
+    return needs_states(recipe) or bool(data.held_out) or recipe.data.regenerate is not None
 
 
 def training_dtype(options: RunOptions) -> torch.dtype:
@@ -180,41 +185,59 @@ def training_dtype(options: RunOptions) -> torch.dtype:
     return torch.float64 if options.model.dtype == "float64" else torch.float32
 
 
-def keeps_hidden(recipe: Recipe, epochs: int) -> bool:
-    """Whether the target's hidden states are worth the disk: somebody will ask for them again."""
-    return (recipe.loss.kl > 0 or recipe.loss.tv > 0) and epochs > 1
+def kept_states(
+    recipe: Recipe, start: Start, data: DataSet, epochs: int, target: Checkpoint, dtype: torch.dtype
+) -> int | None:
+    """Bytes of the target's states that the run keeps on the disk; None when it keeps none. dtype: of the target."""
+    if not needs_states(recipe) or recipe.hidden.keep is False:
+        return None
+    width = read_config(target.config, str(target.path / "config.json")).hidden_size
+    size = bytes_needed(data.train, reads_of(recipe, start), width, dtype, recipe.hidden.format)
+    asked = recipe.hidden.keep or recipe.hidden.directory is not None
+    return size if asked or (epochs > 1 and size <= UNASKED) else None
 
 
-def _disk(
-    recipe: Recipe, data: DataSet, skeleton: Llama, load: Load, target: Checkpoint, target_dtype: torch.dtype
-) -> dict[str, int]:
+def reads_of(recipe: Recipe, start: Start) -> Reads:
+    """What training reads of the target."""
+    return Reads(start.taps, every_row=recipe.reads_hidden)
+
+
+def needs_states(recipe: Recipe) -> bool:
+    """Whether training looks at what the target leaves."""
+    return recipe.reads_hidden or recipe.loss.kl > 0 or recipe.loss.tv > 0
+
+
+def chain_of(recipe: Recipe) -> Chain:
+    """What training asks of the draft."""
+    shift = 1 if recipe.reads_hidden else 0
+    return Chain(recipe.loss.steps, shift, recipe.loss.decay, per_sequence=recipe.loss.average == "examples")
+
+
+def _disk(recipe: Recipe, data: DataSet, skeleton: nn.Module, states: int | None) -> dict[str, int]:
     """While the run lasts: a checkpoint more than are kept, the best weights and those before, and the output."""
     weights = 4 * _count(skeleton)
     parts = {"checkpoints": 3 * weights * (recipe.checkpoint.keep + 1), "output": weights}
     if data.held_out:
         parts["best weights"] = 2 * weights
-    if keeps_hidden(recipe, load.epochs):
-        width = read_config(target.config, str(target.path / "config.json")).hidden_size
-        parts["hidden states"] = HiddenStore.bytes_needed(data.train, width, target_dtype)
+    if states is not None:
+        parts["hidden states"] = states
     return parts
 
 
 def _seconds(
-    recipe: Recipe, options: RunOptions, data: DataSet, skeleton: Llama, found: Plan, target: Checkpoint
+    recipe: Recipe, options: RunOptions, data: DataSet, start: Start, found: Plan, target: Checkpoint
 ) -> dict[str, float]:
     """By counting multiplications (2 a parameter and row forward, 4 back, 2 more when layers run twice; the head twice
     forward) and this machine's speed at them."""
-    config = skeleton.config
+    layers, head, config = start.multiplied()
     rate = _rate(resolve_device(options.model.device), config.hidden_size, config.intermediate_size)
-    head = config.vocab_size * config.hidden_size
-    layers = _count(skeleton) - head * (1 if config.tied else 2)
-    passes = 8 if recipe.optimiser.checkpointing else 6
-    seconds = {"training": (passes * layers * found.tokens + 8 * head * found.labels) / rate}
+    passes, steps = 8 if recipe.optimiser.checkpointing else 6, recipe.loss.steps
+    seconds = {"training": steps * (passes * layers * found.tokens + 8 * head * found.labels) / rate}
     size = 2 * _numbers(target)
     if data.pending and recipe.data.regenerate is not None:
         seconds["answers"] = DECODING * data.pending * recipe.data.regenerate.max_tokens * size / rate
-    if recipe.loss.kl > 0 or recipe.loss.tv > 0:
-        times = 1 if keeps_hidden(recipe, found.epochs) else found.epochs
+    if needs_states(recipe):
+        times = 1 if "hidden states" in found.disk else found.epochs
         seconds["target's states"] = size * times * found.tokens / found.epochs / rate
     if data.held_out:
         times = 2 + found.steps // recipe.validation.every_steps
@@ -245,7 +268,7 @@ def _per_second(run: Callable[[], None]) -> float:
     return times / (time.perf_counter() - begin)
 
 
-def _count(model: Llama) -> int:
+def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -13,13 +13,20 @@ QUIET_SECONDS = 30.0  # between two lines where nobody watches
 
 
 class Bar:
-    """Used as a context. done: how much of `total` was there before."""
+    """Used as a context. done: how much of `total` was there before. quiet: shows nothing."""
 
-    def __init__(self, name: str, total: int, unit: str, done: int = 0) -> None:
+    def __init__(self, name: str, total: int, unit: str, done: int = 0, quiet: bool = False) -> None:
         interval = 0.2 if sys.stderr.isatty() else QUIET_SECONDS
         self._bar: Any = tqdm(
-            total=total, initial=done, desc=name, unit=f" {unit}", mininterval=interval, file=sys.stderr
+            total=total,
+            initial=done,
+            desc=name,
+            unit=f" {unit}",
+            mininterval=interval,
+            file=sys.stderr,
+            disable=quiet,
         )
+        self._quiet = quiet
         self._tokens = 0
         self._start = time.perf_counter()
 
@@ -31,7 +38,8 @@ class Bar:
 
     def note(self, sentence: str) -> None:
         """Say something that stays."""
-        self._bar.write(sentence, file=sys.stderr)
+        if not self._quiet:
+            self._bar.write(sentence, file=sys.stderr)
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from typing import Any
 from specctl.finetune.data import Request
 from specctl.finetune.decoding import make_engine
 from specctl.finetune.progress import Bar
+from specctl.finetune.states import Harvest
 from specctl.pair import Target
 from specctl.sampling.params import SamplingParams
 from specctl.schemas.recipe import Regenerate
@@ -28,7 +29,8 @@ GROUP = 4  # times the batch: few sequences are left waiting for the longest
 
 @dataclass(frozen=True)
 class Regenerator:
-    """file: where answers are kept. identity: of the target. seed: of the run."""
+    """file: where answers are kept. identity: of the target. seed: of the run. harvest: keeps what the target leaves in
+    its rows."""
 
     target: Target
     settings: Regenerate
@@ -36,6 +38,7 @@ class Regenerator:
     identity: str
     seed: int
     say: Callable[[str], None]
+    harvest: Harvest | None = None
 
     def __call__(self, requests: list[Request]) -> Answers:
         """The answer to every request, by its id; an empty one where the prompt leaves no room for any."""
@@ -61,7 +64,8 @@ class Regenerator:
             bar.add(len(group))
             return {request.id: [] for request in group}
         longest = max(len(request.ids) for request in fit) + self.settings.max_tokens
-        engine = make_engine(self.target, longest, self.settings.batch)
+        harvester = None if self.harvest is None else self.harvest.harvester
+        engine = make_engine(self.target, longest, self.settings.batch, drafter=harvester)
         sequences = {}
         for request in fit:
             params = SamplingParams(
@@ -75,6 +79,10 @@ class Regenerator:
         while engine.has_work:
             outputs = engine.step()
             bar.add(sum(output.finish_reason is not None for output in outputs), sum(len(o.token_ids) for o in outputs))
+        if self.harvest is not None:
+            for request in fit:
+                self.harvest.keep(request, sequences[request.id].output)
+            self.harvest.flush()
         return {request.id: sequences[request.id].output if request.id in sequences else [] for request in group}
 
     def _noise(self, request: Request) -> int:

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from specctl.checkpoint import Checkpoint, dtype_of
 from specctl.convert_mtp.facts import config_sha
 from specctl.digest import tensors_sha
-from specctl.drafts.llama import LlamaDrafter
 from specctl.errors import CheckpointError
 from specctl.finetune.start import Start
 from specctl.finetune.validation import Measured, Validator
-from specctl.models import CausalLM
 from specctl.output import write_json
 from specctl.pair import open_draft
 from specctl.schemas.base import Provenance
-from specctl.schemas.draft import DraftFile, DraftTarget, Head
+from specctl.schemas.draft import DraftFile, DraftTarget
 from specctl.schemas.recipe import Recipe
 from specctl.train.checkpoint import save_model
 
@@ -48,7 +48,7 @@ class Result:
 
     recipe: Recipe
     start: Start
-    model: CausalLM
+    model: nn.Module
     target: Checkpoint
     data_sha: str | None
     device: str
@@ -59,14 +59,13 @@ class Result:
         dtype = dtype_of(self.start.config, str(self.target.path / "config.json"))
         config = dict(self.start.config) | {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
-        save_model(path, self.model, config, dtype)
+        save_model(path, dict(self.model.named_parameters()), config, dtype, self.start.tables)
         for name in TOKENIZER_FILES:
             if (self.target.path / name).is_file():
                 shutil.copyfile(self.target.path / name, path / name)
         measured: list[Measured] = []
         if validator is not None:
             drafter = open_draft(str(path), validator.target).drafter
-            assert isinstance(drafter, LlamaDrafter)
             measured = validator.measure(drafter)
         write_json(path / "specctl.json", self._facts(measured), force=True)
         return measured
@@ -76,7 +75,7 @@ class Result:
         facts = DraftFile(
             provenance=provenance,
             kind=self.recipe.kind,
-            head=Head(reads="tokens", taps=[], norms={}, vocabulary={"shared": self.start.vocab_size}, feedback=None),
+            head=self.start.head,
             target=DraftTarget(
                 name=self.recipe.target,
                 revision=None,

@@ -6,55 +6,67 @@ Here the parts are put together; what happens then is specctl/finetune/session.p
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
-from specctl.attention.dense import DenseAttention
 from specctl.checkpoint import Checkpoint
 from specctl.digest import tensors_sha
-from specctl.drafts.llama import LlamaDrafter
+from specctl.dist import ALONE, World, in_turn
+from specctl.drafts import Trainable
 from specctl.errors import UsageError
 from specctl.finetune.data import DataSet, load_examples
 from specctl.finetune.interrupt import Interrupts
+from specctl.finetune.kinds import draft_vocabulary, plan_start
 from specctl.finetune.memory import anonymous
 from specctl.finetune.options import RunOptions
-from specctl.finetune.plan import keeps_hidden, make_feed, make_plan, training_dtype
+from specctl.finetune.plan import chain_of, make_feed, make_plan, needs_states, training_dtype
 from specctl.finetune.regenerate import Regenerator
 from specctl.finetune.result import target_identity
 from specctl.finetune.session import Session, TrainingResult, Work
-from specctl.finetune.start import Start, build, plan_start
+from specctl.finetune.start import Start
+from specctl.finetune.states import States
 from specctl.finetune.validation import Validator
 from specctl.finetune.workspace import Workspace
 from specctl.hub import locate
 from specctl.pair import Target, has_tokenizer, open_target, resolve_device
 from specctl.schemas.recipe import Recipe
 from specctl.text.tokenizer import Tokenizer
-from specctl.train.gradients import trainable
-from specctl.train.hidden_store import HiddenStates, HiddenStore
-from specctl.train.loop import Trainer
+from specctl.train.loop import Teacher, Trainer
 from specctl.train.losses import Objective
 from specctl.train.optimiser import Optimiser, Schedule
+from specctl.train.sharding import ShardedDraft
 
 Say = Callable[[str], None]
+LOSSES = ("ce", "kl", "tv", "temperature", "chunk")  # keys of a recipe's loss that are the objective's
 
 
-def run(recipe: Recipe, options: RunOptions, say: Say) -> TrainingResult:
-    """Train and write. Raises KeyboardInterrupt when interrupted, everything saved; SpecctlError as its parts do."""
+def run(recipe: Recipe, options: RunOptions, say: Say, world: World = ALONE) -> TrainingResult | None:
+    """Train and write. world: whoever trains together; None is what others have than the leading process. Raises
+    KeyboardInterrupt when interrupted, everything saved; SpecctlError as its parts do."""
     if recipe.output is None:
         raise UsageError("the recipe names no output; give output, or --output DIR")
     if options.model.threads is not None:
         torch.set_num_threads(options.model.threads)
     workspace = Workspace(Path(recipe.output))
-    with workspace.begin(resume=options.resume, force=options.force):
-        work = _prepare(recipe, options, workspace, say)
-        interrupts = Interrupts()
+    say = say if world.leads else _silent
+    begun = workspace.begin(resume=options.resume, force=options.force) if world.leads else nullcontext()
+    with begun:
+        world.wait()  # until the place is ready
+        work = _prepare(recipe, options, workspace, say, world)
+        interrupts = Interrupts(world)
         with interrupts.caught(say):
             session = Session(work, interrupts, say)
             session.train()
         return session.write(force=options.force)
+
+
+def _silent(sentence: str) -> None:
+    """Of several processes one speaks."""
 
 
 class _Models:
@@ -76,37 +88,48 @@ class _Models:
         return target_identity(self.checkpoint) or str(self.checkpoint.path)
 
 
-def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say) -> Work:
-    """Read the data, see that the machine can hold the run, and build what is trained."""
+def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say, world: World) -> Work:
+    """Read the data, see that the machine can hold the run, and build what is trained. What is made once (answers, kept
+    states) the leading process makes, and the others find it."""
     models = _Models(recipe, options)
     base = anonymous()
+    start = plan_start(recipe, models.checkpoint, models.tokenizer, None)  # what is wrong is said before the work
+    states = States(recipe, start, workspace.hidden, models.identity, say) if needs_states(recipe) else None
     regenerator = None
     if recipe.data.regenerate is not None:
+        harvest = None if states is None else states.harvest(models.target)
         regenerator = Regenerator(
-            models.target, recipe.data.regenerate, workspace.answers, models.identity, recipe.seed, say
+            models.target, recipe.data.regenerate, workspace.answers, models.identity, recipe.seed, say, harvest
         )
-    data = load_examples(recipe, models.tokenizer, regenerator, say)
-    start = plan_start(recipe.draft, models.checkpoint, models.tokenizer)
+    data = in_turn(world, lambda: load_examples(recipe, models.tokenizer, regenerator, say))
+    start = plan_start(recipe, models.checkpoint, models.tokenizer, data)
     plan = make_plan(recipe, options, data, start, models.checkpoint, base)
     plan.check()
     _check_ids(data, start)
     say(f"draft: {start.words}, {plan.parameters / 1e6:,.1f} M parameters; {plan.steps} steps, {plan.labels} labels")
+    vocabulary = draft_vocabulary(recipe, models.checkpoint, models.tokenizer, data)
+    if vocabulary is not None:
+        say(vocabulary.words)
     validator = None
-    if data.held_out:
+    if data.held_out:  # decoded by the leading process, but due in all
         validator = Validator.of(models.target, data.held_out, recipe.validation, recipe.seed, say)
     if validator is None:
         say("nothing is held out: there is no validation, and the last state is the one that is written")
-    teacher = _teacher(recipe, models, data, workspace, plan.epochs)
+    teacher = None
+    if states is not None:
+        keep = "hidden states" in plan.disk
+        teacher = in_turn(world, lambda: states.teacher(models.target, data, keep))
+    trainer, whole = _trainer(recipe, options, models, data, start, plan.steps, teacher, world)
     return Work(
         recipe=recipe,
         workspace=workspace,
         data=data,
         start=start,
         plan=plan,
-        trainer=_trainer(recipe, options, models, data, start, plan.steps, teacher),
+        trainer=trainer,
+        whole=whole,
         target=models.checkpoint,
         validator=validator,
-        store=teacher if isinstance(teacher, HiddenStore) else None,
         identity=_identity(recipe, options, data, start, models.identity),
         config=start.config | {"dtype": str(training_dtype(options)).removeprefix("torch.")},
     )
@@ -119,20 +142,25 @@ def _trainer(
     data: DataSet,
     start: Start,
     steps: int,
-    teacher: HiddenStates | None,
-) -> Trainer:
-    """Before its first step."""
+    teacher: Teacher | None,
+    world: World,
+) -> tuple[Trainer, nn.Module]:
+    """Before its first step; and the model with all its weights in one place."""
     device = resolve_device(options.model.device)
     settings = recipe.optimiser
-    model = trainable(build(start, recipe.seed, training_dtype(options), device), settings.checkpointing)
-    drafter = LlamaDrafter(model, start.vocab_size)
-    drafter.attn = DenseAttention()
+    target = models.target.model if needs_states(recipe) else None
+    model = start.build(recipe.seed, training_dtype(options), device, target)
+    learner = start.learner(model, settings.checkpointing, in_place=world.size == 1)
+    whole, drafter = model, cast(Trainable, learner)
+    if world.size > 1:
+        whole = start.build(recipe.seed, training_dtype(options), device, target) if world.leads else model
+        drafter = ShardedDraft(model, learner, world)
     head = None if teacher is None else models.target.model.logits
     betas = (settings.betas[0], settings.betas[1])
-    return Trainer(
+    trainer = Trainer(
         model=model,
         drafter=drafter,
-        objective=Objective(**recipe.loss.model_dump(), teacher_head=head),
+        objective=Objective(**recipe.loss.model_dump(include=set(LOSSES)), teacher_head=head),
         optimiser=Optimiser(
             model, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay, clip=settings.clip
         ),
@@ -145,17 +173,12 @@ def _trainer(
             settings.min_lr_ratio,
         ),
         feed=make_feed(recipe, data),
+        chain=chain_of(recipe),
         teacher=teacher,
         autocast=torch.bfloat16 if settings.autocast else None,
+        world=world,
     )
-
-
-def _teacher(recipe: Recipe, models: _Models, data: DataSet, workspace: Workspace, epochs: int) -> HiddenStates | None:
-    if recipe.loss.kl == 0 and recipe.loss.tv == 0:
-        return None
-    if keeps_hidden(recipe, epochs):
-        return HiddenStore(models.target.model, data.train, workspace.hidden, models.identity)
-    return HiddenStates(models.target.model, data.train)
+    return trainer, whole
 
 
 def _check_ids(data: DataSet, start: Start) -> None:

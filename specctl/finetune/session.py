@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from specctl.checkpoint import Checkpoint
-from specctl.drafts.llama import LlamaDrafter
 from specctl.errors import UsageError
 from specctl.finetune.data import DataSet
 from specctl.finetune.interrupt import Interrupted, Interrupts
@@ -23,15 +23,15 @@ from specctl.finetune.plots import draw
 from specctl.finetune.progress import Bar
 from specctl.finetune.result import Result
 from specctl.finetune.start import Start
-from specctl.finetune.validation import Measured, Validator, score
+from specctl.finetune.validation import Measured, Validator, check_begun, score
 from specctl.finetune.workspace import Metrics, Workspace
 from specctl.output import new_directory
 from specctl.schemas.recipe import Recipe
 from specctl.train import checkpoint
 from specctl.train.checkpoint import Progress
 from specctl.train.feed import Cursor
-from specctl.train.hidden_store import HiddenStore
 from specctl.train.loop import Step, Trainer
+from specctl.train.sharding import gathered
 
 Say = Callable[[str], None]
 
@@ -74,8 +74,9 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class Work:
-    """Everything a run is made of. validator: None where nothing is held out; store: where nothing is kept of the
-    target. identity: what has to be the same for a run to go on; config: of the checkpoints' weights."""
+    """Everything a run is made of. validator: None where nothing is held out. identity: what has to be the same for a
+    run to go on; config: of the checkpoints' weights. whole: the model that the leading process decodes with and
+    writes; the trainer's own where its weights are not spread over several."""
 
     recipe: Recipe
     workspace: Workspace
@@ -83,9 +84,9 @@ class Work:
     start: Start
     plan: Plan
     trainer: Trainer
+    whole: nn.Module
     target: Checkpoint
     validator: Validator | None
-    store: HiddenStore | None
     identity: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -101,18 +102,19 @@ class Session:
     saved: int = -1
 
     def __post_init__(self) -> None:
-        self._trainer = self.work.trainer
+        self._trainer, self._world = self.work.trainer, self.work.trainer.world
         place = self.work.workspace
         found = checkpoint.latest(place.checkpoints)
         if found is not None:
             self._restore(found)
-        self._metrics = Metrics(place.metrics, self.progress.metrics_bytes)
+        self._world.wait()
+        self._metrics = Metrics(place.metrics, self.progress.metrics_bytes) if self._world.leads else None
 
     def train(self) -> None:
         """To the last step, or until acceptance does not rise any more."""
         work, trainer = self.work, self._trainer
         try:
-            with Bar("training", work.plan.steps, "steps", done=trainer.step) as bar:
+            with Bar("training", work.plan.steps, "steps", done=trainer.step, quiet=not self._world.leads) as bar:
                 self._between(bar)
                 while not self._over:
                     step = trainer.run_step()
@@ -124,21 +126,27 @@ class Session:
             self.say(f"saved after step {trainer.step} in {work.workspace.path}; go on with --resume")
             raise
 
-    def write(self, *, force: bool) -> TrainingResult:
-        """The best weights, or the last where none were compared, into the output."""
+    def write(self, *, force: bool) -> TrainingResult | None:
+        """The best weights, or the last where none were compared, into the output; None where another process did."""
         work, best = self.work, self.progress.best_step
+        self._gather()
+        if not self._world.leads:
+            self._world.wait()
+            return None
         if best is not None and best != self._trainer.step:
             self.say(f"the weights of step {best} are written: acceptance was best there")
-            checkpoint.load_model(work.workspace.best / checkpoint.step_name(best), self._trainer.model)
+            checkpoint.load_model(work.workspace.best / checkpoint.step_name(best), work.whole)
         self._trainer.release()
         threads = torch.get_num_threads()
-        device = self._trainer.model.model.norm.weight.device
-        result = Result(work.recipe, work.start, self._trainer.model, work.target, work.data.sha, str(device), threads)
+        device = next(work.whole.parameters()).device
+        result = Result(work.recipe, work.start, work.whole, work.target, work.data.sha, str(device), threads)
         with new_directory(work.workspace.output, force=force) as path:
             measured = result.write(path, work.validator)
+        assert self._metrics is not None
         lines = self._metrics.read()
         draw(lines, work.workspace.picture)
         work.workspace.finish()
+        self._world.wait()
         steps = [line for line in lines if "loss" in line]
         return TrainingResult(
             work.workspace.output,
@@ -157,7 +165,20 @@ class Session:
 
     def _note(self, step: Step, bar: Bar) -> None:
         bar.add(1, step.tokens, f"loss {step.loss:.4f}")
-        self._metrics.add(step.as_dict() | {"time": round(time.time(), 3)})
+        self._add(step.as_dict() | {"time": round(time.time(), 3)})
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.add(line)
+
+    def _gather(self) -> None:
+        """Bring weights that are spread over processes together in `whole`."""
+        if self._world.size > 1:
+            weights = gathered(self._trainer.model.named_parameters(), self._world)
+            own = dict(self.work.whole.named_parameters())
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    own[name].copy_(weight)
 
     def _between(self, bar: Bar) -> None:
         """After a step, or before the first: validate and save when it is time. Raises Interrupted."""
@@ -165,19 +186,27 @@ class Session:
         step, recipe = self._trainer.step, self.work.recipe
         due = step % recipe.validation.every_steps == 0 or step == self.work.plan.steps
         if self.work.validator is not None and due and self.progress.validated != step:
-            self._validate(bar)
+            self._gather()
+            if self._world.leads:
+                self._validate(bar)
+            self.progress = self._world.tell(self.progress)
         if step % recipe.checkpoint.every_steps == 0 and step != self.saved and step:
             self._save()
 
     def _validate(self, bar: Bar) -> None:
         assert self.work.validator is not None
         trainer = self._trainer
-        drafter = LlamaDrafter(trainer.model, self.work.start.vocab_size)
-        measured = self.work.validator.measure(drafter, self.interrupts.check)
+        drafter = self.work.start.drafter(self.work.whole)
+        measured = self.work.validator.measure(drafter, self.interrupts.check_alone)
         length = score(measured)
-        self._metrics.add({"step": trainer.step, "validation": [each.as_dict() for each in measured]})
+        self._add({"step": trainer.step, "validation": [each.as_line() for each in measured]})
         words = ", ".join(f"{each.length:.3f} at T = {each.temperature:g}" for each in measured)
         bar.note(f"step {trainer.step}: mean acceptance length {words} (bonus counted, K = {measured[0].k})")
+        if trainer.step == 0 and self.work.start.source is not None and self.work.recipe.draft.init is not None:
+            check_begun(measured, self.work.start.source.path)
+        for each in measured:
+            if each.parity is not None and (parted := each.parity.words) is not None:
+                bar.note(f"step {trainer.step}: {parted}")
         before = self.progress.best_length
         if before is None or length >= before:
             self._keep_best()
@@ -191,19 +220,17 @@ class Session:
         path = self.work.workspace.best / checkpoint.step_name(self._trainer.step)
         if not path.exists():  # a run that goes on comes to the same weights again
             with checkpoint.new_directory(path) as temporary:
-                checkpoint.save_model(temporary, self._trainer.model, self.work.config)
+                checkpoint.save_model(temporary, dict(self.work.whole.named_parameters()), self.work.config)
 
     def _save(self) -> None:
         trainer, place = self._trainer, self.work.workspace
-        if self.work.store is not None:
-            self.work.store.sync()
         cursor = trainer.cursor
         self.progress = replace(
             self.progress,
             step=trainer.step,
             epoch=cursor.epoch,
             index=cursor.index,
-            metrics_bytes=self._metrics.length,
+            metrics_bytes=0 if self._metrics is None else self._metrics.length,
         )
         keep = self.work.recipe.checkpoint.keep
         checkpoint.save(
@@ -214,8 +241,11 @@ class Session:
             self.progress,
             keep,
             self.work.identity,
+            self._world,
         )
         self.saved = trainer.step
+        if not self._world.leads:
+            return
         # Best weights that no checkpoint speaks of will not be gone back to.
         named = {each.best_step for each in checkpoint.all_progress(place.checkpoints)} | {self.progress.best_step}
         checkpoint.prune(place.best, {step for step in named if step is not None})

@@ -5,30 +5,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specctl.drafts.llama import LlamaDrafter
+from specctl.drafts import Drafter
+from specctl.drafts.head import HeadDrafter
 from specctl.engine.engine import MAX_K
 from specctl.engine.stats import SpeculationCounters
-from specctl.errors import RequestError, UsageError
+from specctl.errors import CheckpointError, RequestError, UsageError
 from specctl.finetune.decoding import make_engine
+from specctl.finetune.parity import Blocks, Parity, compare
 from specctl.options import DecodingOptions
 from specctl.pair import Target
 from specctl.prompts import Prompt
 from specctl.schemas import recipe as schema
-from specctl.schemas.draft import Acceptance
+from specctl.schemas.draft import FACTS, Acceptance, recorded
 
 BATCH = 8
+# Accepted drafted tokens a step: a claim worth holding anybody to, and the part of it that has to be left.
+CLAIMED, LEFT = 0.2, 0.25
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What verification counted at one temperature."""
+    """What verification counted at one temperature. parity: of a head at T = 0, with what training's own pass says."""
 
     temperature: float
     k: int
     counters: SpeculationCounters
+    parity: Parity | None = None
 
     @property
     def length(self) -> float:
@@ -48,6 +54,13 @@ class Measured:
             "accepted_per_position": self.survival,
             "mean_acceptance_length": self.length,
         }
+
+    def as_line(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        if self.parity is None:
+            return self.as_dict()
+        pairs = zip(self.parity.found, self.parity.drafted, strict=True)
+        return self.as_dict() | {"found_in_training": [found / max(1, drafted) for found, drafted in pairs]}
 
     def as_acceptance(self) -> Acceptance:
         return Acceptance.model_validate({"class": "held-out", **self.as_dict()})
@@ -89,11 +102,11 @@ class Validator:
             say(f"{long} held-out prompts are left out: with an answer they are longer than {target.max_length} tokens")
         return cls(target, tuple(work), settings, seed) if work else None
 
-    def measure(self, drafter: LlamaDrafter, between: Callable[[], None] = lambda: None) -> list[Measured]:
+    def measure(self, drafter: Drafter, between: Callable[[], None] = lambda: None) -> list[Measured]:
         """Decode at every temperature. `between` is called between the engine's steps; it may raise."""
         return [self._at(temperature, drafter, between) for temperature in self.settings.temperatures]
 
-    def _at(self, temperature: float, drafter: LlamaDrafter, between: Callable[[], None]) -> Measured:
+    def _at(self, temperature: float, drafter: Drafter, between: Callable[[], None]) -> Measured:
         batch = min(BATCH, len(self.work))
         longest = max(map(len, self.work)) + self.settings.max_tokens
         engine = make_engine(
@@ -102,12 +115,37 @@ class Validator:
         params = DecodingOptions(temperature=temperature, max_tokens=self.settings.max_tokens).params()
         for ids in self.work:
             engine.add(list(ids), params)
+        blocks = Blocks()
+        if temperature == 0 and isinstance(drafter, HeadDrafter):
+            blocks.watch(engine)
         while engine.has_work:
             between()
             engine.step()
-        return Measured(temperature, self.settings.k, engine.stats.speculation)
+        parity = None
+        if blocks.found:
+            assert isinstance(drafter, HeadDrafter)
+            fresh = HeadDrafter(drafter.kind, drafter.model)
+            parity = compare(self.target.model, fresh, blocks, self.settings.k)
+        return Measured(temperature, self.settings.k, engine.stats.speculation, parity)
 
 
 def score(measured: Sequence[Measured]) -> float:
     """What the best checkpoint is the best by: the mean acceptance length, averaged over temperatures."""
     return fmean(each.length for each in measured)
+
+
+def check_begun(measured: Sequence[Measured], source: Path) -> None:
+    """What a draft that training begins with does before its first step, against what its specctl.json says it did.
+
+    Raises CheckpointError when next to nothing of it is left: it is read otherwise than it was trained.
+    """
+    said = recorded(source)
+    for each in measured:
+        for claim in (said.acceptance or []) if said is not None else []:
+            before, now = claim.mean_acceptance_length - 1, each.length - 1
+            if claim.temperature == each.temperature and before > CLAIMED and now < LEFT * before:
+                raise CheckpointError(
+                    f"{source}: has a mean acceptance length of {each.length:.2f} at T = {each.temperature:g} before "
+                    f"the first step, its {FACTS} says {claim.mean_acceptance_length:.2f}: it is of another target, or "
+                    "is not read as it was trained (`specctl inspect` says how it is read)"
+                )

@@ -17,14 +17,17 @@ from specctl.rope import Rope, rotate
 
 
 class Attention(SelfAttention):
-    def __init__(self, config: ModelConfig, kv_index: int) -> None:
+    """inputs: how wide the rows are that it reads, where that is not the model's width."""
+
+    def __init__(self, config: ModelConfig, kv_index: int, inputs: int | None = None) -> None:
         super().__init__()
+        inputs = inputs or config.hidden_size
         self.kv_index = kv_index
         self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_width, kv_width = self.heads * self.head_dim, self.groups * self.head_dim
-        self.q_proj = Linear(config.hidden_size, q_width, config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
+        self.q_proj = Linear(inputs, q_width, config.qkv_bias)
+        self.k_proj = Linear(inputs, kv_width, config.qkv_bias)
+        self.v_proj = Linear(inputs, kv_width, config.qkv_bias)
         self.o_proj = Linear(q_width, config.hidden_size, config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None

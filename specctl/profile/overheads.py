@@ -1,14 +1,18 @@
-"""What the engine adds to its passes: real steps of a real engine, each timed beside the bare passes it is made of.
+"""What the engine adds to its passes: real steps of a real engine, and of each what its passes took.
 
 What is left over is scheduling, packing, sampling by the draft and bookkeeping. The draft is made to fill its block, so
-that one that looks things up is timed when it has something to propose.
+that one that looks things up is timed when it has something to propose. On a CPU the passes are timed inside the steps:
+a pass takes so much longer than all the rest that the difference of two of them is mostly the machine's mood. On a
+device, where the host's work goes on beside them, bare passes are timed after the step.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,12 +93,13 @@ def _leftovers(
     num_tokens = min(target.max_length, PROMPT + (rounds + 1) * per_round + MAX_K)
     engine, dial = _engine(target, draft, batch, num_tokens)
     left: dict[int, list[float]] = {k: [] for k in lengths}
-    with _passes_beside(engine, target, draft, num_tokens, batch) as beside:
+    with _passes_of(engine, target, draft, num_tokens, batch) as passes:
         for number in range(rounds + 1):  # the first one warms up
             for k in lengths[number % len(lengths) :] + lengths[: number % len(lengths)]:
-                milliseconds = _step(engine, dial, k, target.device) - beside.time(k, len(engine.scheduler.running[0]))
+                whole = _step(engine, dial, k, target.device)
+                part = passes.time(k, len(engine.scheduler.running[0]))
                 if number:
-                    left[k].append(milliseconds)
+                    left[k].append(whole - part)
     for k, values in left.items():
         yield _Leftover(k, float(np.median(values)))
 
@@ -120,6 +125,48 @@ def _step(engine: Engine, dial: Dial, k: int, device: torch.device) -> float:
     start = now(device)
     engine.step()
     return 1000 * (now(device) - start)
+
+
+class _Inside:
+    """The passes of the engine's steps, timed where they are made, until close()."""
+
+    def __init__(self, engine: Engine, draft: OpenedDraft) -> None:
+        self._seconds = 0.0
+        self._running = False
+        self._undo: list[Callable[[], None]] = []
+        self._wrap(engine, "_run_target", "_decide")
+        self._wrap(engine.target, "logits")
+        if draft.checkpoint is not None:
+            self._wrap(draft.drafter, "catch_up")
+            self._wrap(draft.drafter.model, "forward", "logits")  # type: ignore[attr-defined]
+
+    def time(self, k: int, context: int) -> float:
+        """Milliseconds of the passes since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return 1000 * seconds
+
+    def close(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+    def _wrap(self, owner: object, *names: str) -> None:
+        for name in names:
+            own, before = name in vars(owner), getattr(owner, name)
+            setattr(owner, name, self._timed(before))
+            self._undo.append(partial(setattr, owner, name, before) if own else partial(delattr, owner, name))
+
+    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **more: Any) -> Any:
+            if self._running:  # a part of something that is timed
+                return run(*args, **more)
+            self._running, start = True, time.perf_counter()
+            try:
+                return run(*args, **more)
+            finally:
+                self._seconds += time.perf_counter() - start
+                self._running = False
+
+        return timed
 
 
 @dataclass(frozen=True)
@@ -148,10 +195,17 @@ class _Beside:
 
 
 @contextmanager
-def _passes_beside(
+def _passes_of(
     engine: Engine, target: Target, draft: OpenedDraft, num_tokens: int, batch: int
-) -> Iterator[_Beside]:
+) -> Iterator[_Inside | _Beside]:
     """The engine's drafter attends to the engine's pages except while its bare passes are timed."""
+    if _times_inside(target):
+        inside = _Inside(engine, draft)
+        try:
+            yield inside
+        finally:
+            inside.close()
+        return
     drafter, engines_own = draft.drafter, draft.drafter.attn
     with Passes.over(target, draft, num_tokens, batch) as passes:
         bare = drafter.attn
@@ -167,6 +221,10 @@ def _attending(drafter: Drafter, attn: AttentionBackend | None) -> Iterator[None
         yield
     finally:
         drafter.attn = before
+
+
+def _times_inside(target: Target) -> bool:
+    return target.device.type == "cpu"
 
 
 def _fit(leftovers: list[_Leftover]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from specctl.quickstart.tuning import Tuned
 from specctl.quickstart.verdict import COLUMNS, Row, Verdict, table
 from specctl.schemas.report import Report
 from specctl.schemas.validation import Validation
-from specctl.tune.render import reason
+from specctl.tune.words import reason
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 

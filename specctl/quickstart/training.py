@@ -60,6 +60,7 @@ def train(
     values = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
     (directory / RECIPE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     result = run(recipe, RunOptions(model=model), say)
+    assert result is not None, "one process trains"
     workspace = directory / f"{DRAFT}.run"
     (workspace / PICTURE).replace(directory / PICTURE)
     shutil.rmtree(workspace)

@@ -21,9 +21,9 @@ from specctl.prompts import Prompt
 from specctl.schemas.gates import GatesFile
 from specctl.schemas.trace import Trace
 from specctl.schemas.validation import Validation
+from specctl.tune.here import trace_here
 from specctl.tune.render import policy_yaml
 from specctl.tune.run import Tuning, run_tune
-from specctl.tune.source import trace_here
 from specctl.validate.render import markdown
 from specctl.validate.run import Asked, validate_pair
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from specctl.errors import RequestError, UsageError
 
+MAX_K = 16
+"""The longest block of a chain; it bounds the slots that an engine keeps free for a step."""
+
 METHODS = ("exact", "coupled", "typical", "threshold")
 LOSSY = ("typical", "threshold")
 

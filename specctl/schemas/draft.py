@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from specctl.schemas.base import Checked, Document, Provenance
+from specctl.errors import UsageError
+from specctl.schemas.base import Checked, Document, Provenance, read_document
+
+FACTS = "specctl.json"
 
 
 class Head(Checked):
@@ -50,3 +54,23 @@ class DraftFile(Document):
     recipe: dict[str, Any] | None = None
     versions: dict[str, str | None] | None = None
     acceptance: list[Acceptance] | None = None
+
+    @property
+    def depth(self) -> int | None:
+        """Steps of the chain that it was trained for, where the recipe says so."""
+        loss = (self.recipe or {}).get("loss")
+        steps = loss.get("steps") if isinstance(loss, dict) else None
+        return steps if type(steps) is int and steps > 0 else None
+
+    @property
+    def taps(self) -> tuple[int, ...] | None:
+        """What it reads, for a head that reads residuals."""
+        return tuple(self.head.taps) if self.head is not None and self.head.taps else None
+
+
+def recorded(path: Path) -> DraftFile | None:
+    """What the directory of a draft says of itself; None where it says nothing that can be read."""
+    try:
+        return read_document(path / FACTS, DraftFile)
+    except UsageError:
+        return None

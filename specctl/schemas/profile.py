@@ -1,28 +1,73 @@
-"""PROFILE.yaml: what steps cost on some hardware, cell by cell, each with where its number comes from. It is no model:
-what lies between the cells is for the reader to say."""
+"""PROFILE.yaml: what steps cost on some hardware, cell by cell, each with where its number comes from; and the files of
+constants that such cells are computed from. It is no model: what lies between the cells is for the reader to say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from specctl.schemas.base import Checked, Document, read_document
+from specctl.errors import UsageError
+from specctl.schemas.base import Checked, Document, read_document, read_mapping
 from specctl.schemas.counts import Positive
 from specctl.schemas.policy import BoundDraft
+from specctl.schemas.roofline import (
+    CellSource,
+    Graphs,
+    Milliseconds,
+    Relative,
+    Roofline,
+    Size,
+    Source,
+)
+from specctl.schemas.roofline import (
+    Overheads as Overheads,
+)
 
-SCHEMA = "specctl.profile/1"
+SCHEMA, CONSTANTS_SCHEMA = "specctl.profile/1", "specctl.roofline/1"
 
-Milliseconds = Annotated[float, Field(ge=0)]
-Size = Annotated[int, Field(ge=1)]
+TABLE = ("q", "rows", "source", "spread")
 
 
 def _named(value: Any) -> Any:
     """A bare string is a name with nothing more to say."""
     return {"name": value} if isinstance(value, str) else value
+
+
+def _cells(value: Any) -> Any:
+    """Cells one by one, or a table of them: {source, spread, q, rows}, where a row is a batch, a context and the
+    milliseconds for each q (null: no cell there), and spread is a share of each."""
+    if not isinstance(value, dict):
+        return value
+    if sorted(map(str, value)) != list(TABLE):
+        raise ValueError(f"a table of cells has the keys {', '.join(TABLE)}, found {', '.join(map(str, value))}")
+    return list(_of_table(value))
+
+
+def _of_table(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    columns, rows, spread = table["q"], table["rows"], table["spread"]
+    if not isinstance(columns, list) or not isinstance(rows, list) or type(spread) not in (int, float):
+        raise ValueError("in a table of cells q and rows are lists and spread is a number")
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2 + len(columns):
+            raise ValueError(
+                f"a row of a table with {len(columns)} q has {2 + len(columns)} numbers, found {row!r:.80}"
+            )
+        batch, context, *milliseconds = row
+        for q, ms in zip(columns, milliseconds, strict=True):
+            if ms is not None:
+                plain = type(ms) in (int, float)
+                yield {
+                    "batch": batch,
+                    "q": q,
+                    "context": context,
+                    "ms": float(ms) if plain else ms,
+                    "spread": float(ms * spread) if plain else 0.0,
+                    "source": table["source"],
+                }
 
 
 class Hardware(Checked):
@@ -37,13 +82,15 @@ class Hardware(Checked):
 
 
 class Serving(Checked):
-    """The engine that runs the steps. Overheads belong to one version of it."""
+    """The engine that runs the steps. Overheads belong to one version of it. graphs: the sizes it pads steps to; null
+    where it pads none, or where measured cells have the padding in them."""
 
     name: str
     version: str | None = None
     attention: str | None = None
     cuda_graphs: bool | None = None
     scheduler: str | None = None
+    graphs: Graphs | None = None
 
 
 class Measured(Checked):
@@ -53,6 +100,7 @@ class Measured(Checked):
     name: str | None = None
     config_sha: str | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
     tp: Size = 1
     ep: Size = 1
     digest: str | None = None
@@ -68,7 +116,7 @@ class StepCell(Checked):
     context: Size
     ms: Positive
     spread: Milliseconds = 0.0
-    source: Literal["measured", "interpolated", "roofline"]
+    source: CellSource
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -82,21 +130,13 @@ class TargetCell(StepCell):
 
 
 class PrefillCell(Checked):
-    """One pass over `tokens` tokens of a prompt. draft_ms: null without a draft that has passes to run."""
+    """One pass over `tokens` tokens of a prompt. draft_ms: null without a draft that has passes to run. source: null
+    in a profile whose cells are all of one class."""
 
     tokens: Size
     target_ms: Positive
     draft_ms: Milliseconds | None = None
-
-
-class Overheads(Checked):
-    """Milliseconds of a step that are no pass. base: of a plain step. spec: of a step that drafts, in place of base.
-    per_draft_step: for each of its draft passes besides. tree: for a tree in place of a chain."""
-
-    base: Milliseconds
-    spec: Milliseconds
-    per_draft_step: Milliseconds
-    tree: Milliseconds | None = None
+    source: CellSource | None = None
 
 
 class Validation(Checked):
@@ -110,19 +150,24 @@ class Validation(Checked):
 class Profile(Document):
     """steps: of the target. draft: one step of the draft. draft_follow: the draft's pass over what a step committed;
     q = 1: after a plain step, which only drafts that read hidden states have to make; q >= 2: after a block, where it
-    costs something else than a draft step. drafter: whose passes these are; null for none or an unknown one. roofline:
-    constants, where cells were computed from them."""
+    costs something else than a draft step. drafter: whose passes these are; null for none or an unknown one.
+    shared_spread: the part of every cell's spread that all of them have in common, as a share of the cell. roofline:
+    constants, where cells were computed from them. sources: of numbers that the command in `provenance` did not
+    measure. notes: what a reader should know, in sentences."""
 
     hardware: Annotated[Hardware, BeforeValidator(_named)]
     engine: Annotated[Serving, BeforeValidator(_named)]
     model: Measured
     drafter: BoundDraft | None = None
-    steps: Annotated[list[TargetCell], Field(min_length=1)]
-    draft: list[StepCell] = Field(default_factory=list)
-    draft_follow: list[StepCell] = Field(default_factory=list)
+    steps: Annotated[list[TargetCell], BeforeValidator(_cells), Field(min_length=1)]
+    draft: Annotated[list[StepCell], BeforeValidator(_cells)] = Field(default_factory=list)
+    draft_follow: Annotated[list[StepCell], BeforeValidator(_cells)] = Field(default_factory=list)
     prefill: list[PrefillCell] = Field(default_factory=list)
     overheads_ms: Overheads
-    roofline: dict[str, float | int | str] | None = None
+    shared_spread: Relative = 0.0
+    roofline: Roofline | None = None
+    sources: list[Source] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
     validated_against: list[Validation] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -140,8 +185,34 @@ class Profile(Document):
         return self
 
 
+class Constants(Document):
+    """What the cells of any model's profile are computed from: a profile file without cells. Each number's source is in
+    `sources`."""
+
+    hardware: Annotated[Hardware, BeforeValidator(_named)]
+    roofline: Roofline
+    sources: Annotated[list[Source], Field(min_length=1)]
+    notes: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _this_form(self) -> Self:
+        if self.schema_ != CONSTANTS_SCHEMA:
+            raise ValueError(f"schema is {self.schema_!r}, expected {CONSTANTS_SCHEMA!r}")
+        return self
+
+
 def read_profile(path: Path) -> Profile:
-    return read_document(path, Profile)
+    """The cells as they stand in the file. Raises UsageError."""
+    found = read_either(path)
+    if isinstance(found, Constants):
+        raise UsageError(f"{path}: has constants of a roofline and no cells; name a model with --model-config")
+    return found
+
+
+def read_either(path: Path) -> Profile | Constants:
+    """Cells, or constants to compute some from. Raises UsageError."""
+    constants = read_mapping(path).get("schema") == CONSTANTS_SCHEMA
+    return read_document(path, Constants) if constants else read_document(path, Profile)
 
 
 def _refuse_twice(key: str, cells: Sequence[StepCell]) -> None:

@@ -24,6 +24,9 @@ Betas = Annotated[list[Annotated[Number, Field(ge=0, lt=1)]], Field(min_length=2
 Temperatures = Annotated[list[NotNegative], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
+Kind = Literal["llama", "mtp", "eagle3"]
+CHAIN = 3  # steps
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Regenerate(Checked):
@@ -56,10 +59,17 @@ class Data(Checked):
 
 
 class Draft(Checked):
-    """Where the draft's weights come from: init, a checkpoint; or layers, chosen ones of the target (from 0); or width
-    and depth (and heads, intermediate), from scratch; none of them: a quarter of the target's layers, the first and
-    the last among them. tie: whether embedding and head are one; null: as the start has it. The vocabulary is the
-    target's."""
+    """Where the draft's weights come from, and for a head what it is.
+
+    llama: init, a checkpoint; or layers, chosen ones of the target (from 0); or width and depth (and heads,
+    intermediate), from scratch; none of them: a quarter of the target's layers, the first and the last among them. tie:
+    whether embedding and head are one; null: as the start has it. The vocabulary is the target's.
+
+    mtp, eagle3: init, a head; else random weights. vocab_size: the tokens it can say, the most frequent labels, null:
+    all of the target's. mtp: layers, one of the target's whose weights its decoder layer begins with. eagle3: heads and
+    intermediate in place of the target's; taps, the residuals it reads (tap k enters layer k), null: the published
+    three; norm_before_residual, norm_before_fc, fc_norm, norm_output: variants that not every engine reads.
+    """
 
     init: Name | None = None
     layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
@@ -68,34 +78,76 @@ class Draft(Checked):
     heads: Count | None = None
     intermediate: Count | None = None
     tie: bool | None = None
+    vocab_size: Count | None = None
+    taps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
-    @model_validator(mode="after")
-    def _one_start(self) -> Self:
+    def check(self, kind: Kind) -> None:
+        """Raises ValueError naming a key that means nothing for a draft of this kind."""
+        foreign = {
+            "llama": ("vocab_size", "taps", *VARIANTS),
+            "mtp": ("width", "depth", "heads", "intermediate", "tie", "taps", *VARIANTS),
+            "eagle3": ("layers", "width", "depth", "tie"),
+        }[kind]
+        given = [key for key in foreign if key in self.model_fields_set and getattr(self, key) not in (None, False)]
+        if given:
+            raise ValueError(f"draft.{given[0]} means nothing for a draft of kind {kind}; leave it out")
+        if kind == "llama":
+            self._check_start()
+        elif kind == "mtp" and self.layers is not None and len(self.layers) > 1:
+            raise ValueError(f"draft.layers names {len(self.layers)} layers, an MTP draft has one")
+        if self.taps is not None and sorted(set(self.taps)) != self.taps:
+            raise ValueError(f"draft.taps is {self.taps}, expected rising numbers")
+
+    def _check_start(self) -> None:
         scratch = [key for key in ("width", "depth", "heads", "intermediate") if getattr(self, key) is not None]
         starts = [key for key in ("init", "layers") if getattr(self, key) is not None] + scratch[:1]
         if len(starts) > 1:
             raise ValueError(
-                f"has {' and '.join(starts)}; a draft starts from one of init, layers, and width and depth"
+                f"draft has {' and '.join(starts)}; a draft starts from one of init, layers, and width and depth"
             )
         if scratch and (self.width is None or self.depth is None):
-            raise ValueError(f"has {scratch[0]}; a draft from scratch needs both width and depth")
-        return self
+            raise ValueError(f"draft has {scratch[0]}; a draft from scratch needs both width and depth")
 
 
 class Loss(Checked):
     """Weights of cross-entropy to the data, forward KL to the target, and total variation from it; temperature of both
-    distributions in the last two; chunk: tokens whose logits are held at a time."""
+    distributions in the last two; chunk: tokens whose logits are held at a time. average: over all labels of a step, or
+    over its examples, each of which then counts the same. steps: of a head's chain (3 where it is not said), each
+    weighted by decay against the one before."""
 
     ce: NotNegative = 1.0
     kl: NotNegative = 0.0
     tv: NotNegative = 0.0
     temperature: Positive = 1.0
     chunk: Count = 1024
+    average: Literal["labels", "examples"] = "labels"
+    steps: Annotated[int, Field(ge=1, le=16)] = 1
+    decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if self.ce + self.kl + self.tv == 0:
             raise ValueError("ce, kl and tv are all 0; at least one has to be above")
+        return self
+
+
+class Hidden(Checked):
+    """What the target leaves in the rows that are trained on. keep: on the disk, computed once; null: where it is asked
+    for more than once and takes no more than 8 GiB. directory: for other runs to find again; null: the run's own, which
+    goes with it. format: float8 has a scale for every row."""
+
+    keep: bool | None = None
+    directory: Name | None = None
+    format: Literal["target", "bfloat16", "float8"] = "target"
+
+    @model_validator(mode="after")
+    def _kept(self) -> Self:
+        if self.keep is False and (self.directory is not None or self.format != "target"):
+            raise ValueError("keep is false, so nothing has a directory or a format; leave these out")
         return self
 
 
@@ -145,7 +197,7 @@ class Recipe(Document):
     reached; neither given: one epoch; max_steps alone: as many epochs as it takes."""
 
     schema_: Literal["specctl.recipe/1"] = Field(alias="schema", default="specctl.recipe/1")
-    kind: Literal["llama"]
+    kind: Kind
     target: Name
     output: Name | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -154,9 +206,31 @@ class Recipe(Document):
     data: Data
     draft: Draft = Draft()
     loss: Loss = Loss()
+    hidden: Hidden = Hidden()
     optimiser: Optimiser = Optimiser()
     validation: Validation = Validation()
     checkpoint: Saving = Saving()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chain(cls, values: Any) -> Any:
+        """A head whose recipe says nothing is trained for as many steps as are drafted by default."""
+        if not isinstance(values, dict) or values.get("kind") not in ("mtp", "eagle3"):
+            return values
+        loss = values.get("loss", {})
+        return values | {"loss": {"steps": CHAIN} | loss} if isinstance(loss, dict) else values
+
+    @model_validator(mode="after")
+    def _keys_of_the_kind(self) -> Self:
+        self.draft.check(self.kind)
+        if self.kind == "llama" and self.loss.steps > 1:
+            raise ValueError("loss.steps means nothing for a draft of kind llama, which has no chain; leave it out")
+        return self
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the draft reads what the target leaves, not only its tokens."""
+        return self.kind != "llama"
 
     @property
     def num_epochs(self) -> int | None:

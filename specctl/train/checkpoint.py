@@ -25,12 +25,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from specctl.checkpoint import INDEX, read_json, weight_map
+from specctl.dist import ALONE, World
 from specctl.errors import CapacityError, CheckpointError
 from specctl.shard_writer import Entry, write_shards, write_synced
 from specctl.shards import TensorInfo
 from specctl.train.optimiser import Optimiser
+from specctl.train.sharding import gathered, put
 
 STATE = "state.json"
+NO_TABLES: Mapping[str, Tensor] = {}
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -58,14 +61,19 @@ def save(
     progress: Progress,
     keep: int,
     identity: Mapping[str, Any],
+    world: World = ALONE,
 ) -> Path:
     """Write the checkpoint of `progress.step` and remove all but the last `keep`. identity: what a run that goes on has
-    to agree with. Raises CapacityError when the disk is full."""
+    to agree with. world: whose leading process writes, when all have come. Raises CapacityError when the disk is
+    full."""
     path = _free_name(directory / step_name(progress.step))
+    weights, moments = gathered(model.named_parameters(), world), gathered(optimiser.state(), world)
+    if not world.leads:
+        return path
     with new_directory(path) as temporary:
-        save_model(temporary / "model", model, config)
+        save_model(temporary / "model", weights, config)
         (temporary / "optimiser").mkdir()
-        states = [*optimiser.state(), *_random_states()]
+        states = [*moments.items(), *_random_states()]
         write_shards(temporary / "optimiser", [_entry(name, tensor) for name, tensor in states], stem="optimiser")
         state = {"progress": asdict(progress), "identity": dict(identity)}
         write_synced(temporary / STATE, json.dumps(state, indent=2) + "\n")
@@ -74,11 +82,18 @@ def save(
     return path
 
 
-def save_model(path: Path, model: nn.Module, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+def save_model(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    tables: Mapping[str, Tensor] = NO_TABLES,
+) -> None:
     """Config.json and the weights, in `dtype` or as they are, into an empty directory or a new one. A tied head is not
-    written."""
+    written. tables: what stands beside the weights, as it is."""
     path.mkdir(exist_ok=True)
-    entries = [_entry(name, parameter, dtype) for name, parameter in model.named_parameters()]
+    entries = [_entry(name, weight, dtype) for name, weight in weights.items()]
+    entries += [_entry(name, table) for name, table in tables.items()]
     files = set(write_shards(path, entries, stem="model").values())
     if len(files) == 1:  # as everybody calls a single file, which then needs no index
         (path / files.pop()).rename(path / "model.safetensors")
@@ -146,7 +161,7 @@ def _fill(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
                 f"{list(tensor.shape)}; begin anew without --resume"
             )
         with torch.no_grad():
-            tensor.copy_(found)
+            put(tensor, found)
 
 
 def _entry(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Entry:

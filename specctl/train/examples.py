@@ -4,7 +4,8 @@ nothing about files, templates or tokens' meanings."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 IGNORED = -100  # the label of a token that is read and not trained, as everybody's trainers and torch's losses have it
 
@@ -91,6 +92,18 @@ class Example:
     @property
     def num_labels(self) -> int:
         return sum(label != IGNORED for label in self.labels)
+
+    @property
+    def runs(self) -> list[int]:
+        """The lengths of what is trained without a gap."""
+        return [len(list(run)) for trained, run in groupby(self.labels, lambda label: label != IGNORED) if trained]
+
+    def without_first(self) -> Example:
+        """As a draft is trained that reads hidden states: the first token of every answer is the target's own, which
+        drafting begins behind."""
+        before = (IGNORED, *self.labels)
+        labels = [IGNORED if last == IGNORED else label for last, label in zip(before, self.labels, strict=False)]
+        return replace(self, labels=tuple(labels))
 
     def trimmed(self, length: int) -> Example:
         return self if len(self.ids) <= length else Example(self.id, self.ids[:length], self.labels[:length])

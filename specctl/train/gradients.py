@@ -11,10 +11,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from specctl.attention import AttentionBackend
+from specctl.drafts.head import HeadDrafter, run_step_again
 from specctl.layers import Embedding
 from specctl.models import CausalLM
 
@@ -41,18 +43,35 @@ class TrainedEmbedding(Embedding):
         return row_TD
 
 
-def trainable(model: CausalLM, checkpointing: bool = False) -> CausalLM:
+def trainable(model: CausalLM, checkpointing: bool = False, in_place: bool = True) -> CausalLM:
     """The model with a gradient for every parameter, which zero_gradients() and nothing else takes back to zero.
-    checkpointing: layers are run by run_again()."""
-    model.model.embed_tokens = TrainedEmbedding(model.model.embed_tokens.weight)
-    if model.config.tied:
-        model.tie()
+    checkpointing: layers are run by run_again(). in_place: false for weights that are to be spread over processes,
+    whose gradients autograd makes."""
+    if in_place:
+        model.model.embed_tokens = TrainedEmbedding(model.model.embed_tokens.weight)
+        if model.config.tied:
+            model.tie()
     if checkpointing:
         model.run_layer = run_again
     for parameter in model.parameters():
-        parameter.requires_grad_(True)
-        parameter.grad = torch.zeros_like(parameter)
+        _begin(parameter)
     return model
+
+
+def trainable_head(drafter: HeadDrafter, checkpointing: bool = False) -> HeadDrafter:
+    """The same for a head. What it has of the target's, embedding and output head, stays as it is. checkpointing: steps
+    of its chain are run again for their gradients."""
+    drafter.model.requires_grad_(False)
+    for parameter in drafter.model.trained():
+        _begin(parameter)
+    if checkpointing:
+        drafter.run_step = run_step_again
+    return drafter
+
+
+def _begin(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(True)
+    parameter.grad = torch.zeros_like(parameter)
 
 
 def run_again(layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:
@@ -62,12 +81,20 @@ def run_again(layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn:
     return cast(Tensor, checkpoint(layer, x_TD, rope, attn, use_reentrant=False, preserve_rng_state=False))
 
 
-def drop_gradients(model: CausalLM) -> None:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def zero_gradients(model: CausalLM) -> None:
-    for parameter in model.parameters():
+def zero_gradients(model: nn.Module) -> None:
+    """Gradients that are spread over processes are made anew in every step."""
+    for parameter in trained_parameters(model).values():
+        if isinstance(parameter, DTensor):
+            parameter.grad = None
+            continue
         assert parameter.grad is not None, "somebody took a gradient away"
         parameter.grad.zero_()

@@ -2,7 +2,9 @@
 target. Logits exist for a chunk of rows at a time and are computed again for the gradient.
 
 It knows neither models nor data: final hidden states come in, and the head's weight, whose gradient is added in place.
-Legend: R labelled rows (C of a chunk), D the draft's width, E the target's, V ids that draft and target share.
+A head may have columns for a part of the target's ids only. Then no column is to be learnt where the label has none; of
+KL what the target says of the others is left out of both sides, and of total variation it counts as missed.
+Legend: R labelled rows (C of a chunk), D the draft's width, E the target's, V ids that the draft scores.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from specctl.drafts import OutputHead, Scored
 
 METRICS = ("ce", "kl", "tv", "top1")
 """What is summed over rows: the three losses, and how often the draft's likeliest token is the label."""
@@ -21,7 +25,7 @@ METRICS = ("ce", "kl", "tv", "top1")
 @dataclass(frozen=True)
 class Objective:
     """The weights of the losses; temperature: of both distributions in kl and tv; chunk: rows whose logits are held at
-    a time; teacher_head: the target's final hidden states [C, E] to its logits [C, V'], V' >= V, for kl and tv."""
+    a time; teacher_head: the target's final hidden states [C, E] to its logits, [C, V'], for kl and tv."""
 
     ce: float
     kl: float = 0.0
@@ -34,21 +38,21 @@ class Objective:
     def needs_teacher(self) -> bool:
         return self.kl > 0 or self.tv > 0
 
-    def __call__(
-        self, final_RD: Tensor, head: nn.Parameter, vocab_size: int, label_R: Tensor, teacher_RE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The weighted loss, summed over rows, and the sums of METRICS (float64 [4], without a gradient).
+    def __call__(self, scored: Scored, head: OutputHead) -> tuple[Tensor, Tensor]:
+        """The weighted loss, summed over rows, and the sums of METRICS (float64 [4], without weights or a gradient).
 
-        backward() of the loss gives final_RD its gradient and adds the head's to head.grad, which has to be there:
-        autograd would hold the largest gradient there is two or three times.
+        backward() of the loss gives the final hidden states their gradient and adds the head's, if it is trained, to
+        head.weight.grad where there is one: autograd would hold the largest gradient there is two or three times. Else
+        it is left to autograd.
         """
-        assert (teacher_RE is not None and self.teacher_head is not None) or not self.needs_teacher
-        assert head.grad is not None or not torch.is_grad_enabled()
-        dtype = final_RD.dtype
-        if torch.is_autocast_enabled(final_RD.device.type):
-            dtype = torch.get_autocast_dtype(final_RD.device.type)
-        rows = _Rows(self, head, vocab_size, label_R, teacher_RE, dtype)
-        loss, sums = _ChunkedLoss.apply(final_RD, rows)  # type: ignore[no-untyped-call]
+        teacher = scored.teacher_RE is not None and self.teacher_head is not None
+        assert teacher or not self.needs_teacher
+        dtype = scored.final_RD.dtype
+        if torch.is_autocast_enabled(scored.final_RD.device.type):
+            dtype = torch.get_autocast_dtype(scored.final_RD.device.type)
+        rows = _Rows(self, head, scored, dtype)
+        left = head.weight if head.trained and head.weight.grad is None else None
+        loss, sums = _ChunkedLoss.apply(scored.final_RD, left, rows)  # type: ignore[no-untyped-call]
         return loss, sums
 
 
@@ -57,84 +61,97 @@ class _Rows:
     """One call's labelled rows. dtype: in which logits are multiplied out; from there on they are at least float32."""
 
     objective: Objective
-    head: nn.Parameter
-    vocab_size: int
-    label_R: Tensor
-    teacher_RE: Tensor | None
+    head: OutputHead
+    scored: Scored
     dtype: torch.dtype
 
     def chunks(self) -> Iterator[slice]:
-        for start in range(0, len(self.label_R), self.objective.chunk):
+        for start in range(0, len(self.scored.label_R), self.objective.chunk):
             yield slice(start, start + self.objective.chunk)
 
     def weight(self) -> Tensor:
         """The head in the dtype it is multiplied in, [V, D]."""
-        return self.head.detach()[: self.vocab_size].to(self.dtype)
+        return self.head.weight.detach()[: self.head.vocab_size].to(self.dtype)
 
-    def logits(self, final_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    def logits(self, chunk: slice, weight_VD: Tensor) -> Tensor:
         """[C, V], fresh: to be worked on in place."""
-        return _wide(final_CD.to(self.dtype) @ weight_VD.T)
+        return _wide(self.scored.final_RD[chunk].to(self.dtype) @ weight_VD.T)
 
-    def teacher_logits(self, chunk: slice) -> Tensor | None:
-        """The same of the target."""
-        if self.teacher_RE is None or self.objective.teacher_head is None or not self.objective.needs_teacher:
+    def teacher(self, chunk: slice) -> Tensor | None:
+        """What the target says of the same ids, [C, V]: the logarithms of its probabilities at the objective's
+        temperature, which need not sum to 1 where the draft's vocabulary is reduced. Fresh."""
+        objective, scored = self.objective, self.scored
+        if scored.teacher_RE is None or objective.teacher_head is None or not objective.needs_teacher:
             return None
-        return _wide(self.objective.teacher_head(self.teacher_RE[chunk])[:, : self.vocab_size])
+        logits = _wide(objective.teacher_head(scored.teacher_RE[chunk]))
+        if self.head.ids_V is None:
+            logits = logits[:, : self.head.vocab_size]
+        if objective.temperature != 1:
+            logits = logits / objective.temperature
+        total_C1 = logits.logsumexp(-1, keepdim=True)
+        if self.head.ids_V is not None:
+            logits = logits[:, self.head.ids_V]
+        return logits.sub_(total_C1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, final_RD: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(final_RD)
-        ctx.rows = rows
+    def forward(ctx: Any, final_RD: Tensor, left_VD: Tensor | None, rows: _Rows) -> tuple[Tensor, Tensor]:
+        """left_VD: the head's weight where its gradient is autograd's to add."""
+        ctx.rows, ctx.left = rows, left_VD is not None
+        objective = rows.objective
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=final_RD.device)
+        loss = torch.zeros((), dtype=torch.float64, device=final_RD.device)
+        weights = sums.new_tensor([objective.ce, objective.kl, objective.tv])
         with torch.autocast(final_RD.device.type, enabled=False):
             weight_VD = rows.weight()
             for chunk in rows.chunks():
-                logits_CV = rows.logits(final_RD[chunk], weight_VD)
-                teacher_CV = rows.teacher_logits(chunk)
-                sums += _measure(rows.objective, logits_CV, teacher_CV, rows.label_R[chunk])
+                logits_CV = rows.logits(chunk, weight_VD)
+                measured_4C = _measure(objective, logits_CV, rows.teacher(chunk), rows.scored.label_R[chunk])
+                sums += measured_4C.sum(-1)
+                loss += (weights @ measured_4C[:3]) @ rows.scored.weight_R[chunk].to(sums.dtype)
         ctx.mark_non_differentiable(sums)
-        weights = sums.new_tensor([rows.objective.ce, rows.objective.kl, rows.objective.tv, 0.0])
-        return sums @ weights, sums
+        return loss, sums
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _grad_sums: Tensor) -> tuple[Tensor, None]:
-        (final_RD,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: Tensor, _grad_sums: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows: _Rows = ctx.rows
-        head = rows.head
-        assert head.grad is not None
-        grad_head_VD = head.grad[: rows.vocab_size]
+        final_RD, head = rows.scored.final_RD.detach(), rows.head.weight
+        grad_VD = torch.zeros_like(head) if ctx.left else head.grad
+        grad_head_VD = grad_VD[: rows.head.vocab_size] if rows.head.trained and grad_VD is not None else None
         grad_RD = torch.empty_like(final_RD)
         with torch.autocast(final_RD.device.type, enabled=False):
             weight_VD = rows.weight()
             for chunk in rows.chunks():
-                logits_CV = rows.logits(final_RD[chunk], weight_VD)
-                teacher_CV = rows.teacher_logits(chunk)
-                grad_CV = _gradient(rows.objective, logits_CV, teacher_CV, rows.label_R[chunk]).mul_(grad_loss)
+                logits_CV = rows.logits(chunk, weight_VD)
+                grad_CV = _gradient(rows.objective, logits_CV, rows.teacher(chunk), rows.scored.label_R[chunk])
+                grad_CV.mul_((rows.scored.weight_R[chunk] * grad_loss).to(grad_CV.dtype)[:, None])
                 grad_RD[chunk] = grad_CV.to(rows.dtype) @ weight_VD
-                grad_head_VD.addmm_(grad_CV.to(head.dtype).T, final_RD[chunk].to(head.dtype))
-        return grad_RD, None
+                if grad_head_VD is not None:
+                    grad_head_VD.addmm_(grad_CV.to(head.dtype).T, final_RD[chunk].to(head.dtype))
+        return grad_RD, grad_VD if ctx.left else None, None
 
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _measure(objective: Objective, z_CV: Tensor, t_CV: Tensor | None, label_C: Tensor) -> Tensor:
-    """Sums of METRICS over a chunk, float64 [4]; overwrites the logits."""
-    hits = (z_CV.argmax(-1) == label_C).sum()
+def _measure(objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label_C: Tensor) -> Tensor:
+    """METRICS of every row of a chunk, float64 [4, C]; overwrites what it is given."""
+    known_C, column_C1 = label_C >= 0, label_C.clamp(min=0)[:, None]
+    hits_C = known_C & (z_CV.argmax(-1) == label_C)
     z_CV.sub_(z_CV.logsumexp(-1, keepdim=True))
-    ce = -z_CV.gather(1, label_C[:, None]).sum(dtype=torch.float64)
-    kl = tv = torch.zeros_like(ce)
-    if t_CV is not None:
+    ce_C = -z_CV.gather(1, column_C1)[:, 0].double() * known_C
+    kl_C = tv_C = torch.zeros_like(ce_C)
+    if log_p_CV is not None:
         log_q_CV = _tempered(z_CV, objective.temperature)
-        log_p_CV = t_CV.sub_(t_CV.logsumexp(-1, keepdim=True))
-        log_p_CV = _tempered(log_p_CV, objective.temperature)
         p_CV = log_p_CV.exp()
-        kl = _dot(p_CV, log_p_CV.sub_(log_q_CV)).sum(dtype=torch.float64)
-        tv = 0.5 * p_CV.sub_(log_q_CV.exp_()).abs_().sum(dtype=torch.float64)
-    return torch.stack((ce, kl, tv, hits.to(ce.dtype)))
+        mass_C = p_CV.sum(-1)
+        # Of p divided by what is left of it; p itself where nothing is left out.
+        kl_C = _dot(p_CV, log_p_CV.sub_(log_q_CV)).double() - torch.special.xlogy(mass_C, mass_C).double()
+        missed_C = (1 - mass_C).clamp(min=0)
+        tv_C = 0.5 * (p_CV.sub_(log_q_CV.exp_()).abs_().sum(-1) + missed_C).double()
+    return torch.stack((ce_C, kl_C, tv_C, hits_C.to(ce_C.dtype)))
 
 
 def _tempered(log_p_CV: Tensor, temperature: float) -> Tensor:
@@ -145,30 +162,32 @@ def _tempered(log_p_CV: Tensor, temperature: float) -> Tensor:
     return log_p_CV.sub_(log_p_CV.logsumexp(-1, keepdim=True))
 
 
-def _gradient(objective: Objective, z_CV: Tensor, t_CV: Tensor | None, label_C: Tensor) -> Tensor:
-    """d loss / d logits, [C, V]; overwrites the logits. With q of the draft, p of the target, both at temperature T:
+def _gradient(objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label_C: Tensor) -> Tensor:
+    """d loss / d logits of every row, [C, V]; overwrites what it is given. With q of the draft and p of the target,
+    both at temperature T, and m the sum of p, which is less than 1 where the draft's vocabulary is reduced:
 
-    ce: q(T = 1) - onehot(label).   kl: (q - p) / T.   tv: q (g - <q, g>) / T, g = sign(q - p) / 2.
+    ce: q(T = 1) - onehot(label), 0 where the label has no column.   kl: (m q - p) / T.
+    tv: q (g - <q, g>) / T, g = sign(q - p) / 2.
     """
     grad_CV: Tensor | None = None
     if objective.ce:
         # Without a teacher the logits are not needed any more: the common case holds them once.
-        grad_CV = _softmax(z_CV if t_CV is None else z_CV.clone())
-        grad_CV.scatter_add_(1, label_C[:, None], grad_CV.new_full((len(label_C), 1), -1.0))
-        grad_CV.mul_(objective.ce)
-    if t_CV is None:
+        grad_CV = _softmax(z_CV if log_p_CV is None else z_CV.clone())
+        known_C1 = (label_C >= 0).to(grad_CV.dtype)[:, None]
+        grad_CV.scatter_add_(1, label_C.clamp(min=0)[:, None], -known_C1)
+        grad_CV.mul_(known_C1 * objective.ce)
+    if log_p_CV is None:
         assert grad_CV is not None
         return grad_CV
     temperature = objective.temperature
-    q_CV, p_CV = _softmax(z_CV.div_(temperature)), _softmax(t_CV.div_(temperature))
-    away_CV = torch.sub(q_CV, p_CV, out=p_CV)
+    q_CV, p_CV = _softmax(z_CV.div_(temperature)), log_p_CV.exp_()
     if objective.kl:
-        if grad_CV is None:
-            grad_CV = away_CV * (objective.kl / temperature)
-        else:
-            grad_CV.add_(away_CV, alpha=objective.kl / temperature)
+        mass_C1 = p_CV.sum(-1, keepdim=True)
+        away_CV = q_CV * mass_C1 if objective.tv else q_CV.mul_(mass_C1)
+        away_CV.sub_(p_CV).mul_(objective.kl / temperature)
+        grad_CV = away_CV if grad_CV is None else grad_CV.add_(away_CV)
     if objective.tv:
-        g_CV = away_CV.sign_().mul_(0.5)
+        g_CV = torch.sub(q_CV, p_CV, out=p_CV).sign_().mul_(0.5)
         g_CV.sub_(_dot(q_CV, g_CV)[:, None]).mul_(q_CV).mul_(objective.tv / temperature)
         grad_CV = g_CV if grad_CV is None else grad_CV.add_(g_CV)
     assert grad_CV is not None

@@ -13,6 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from specctl.train.gradients import trained_parameters
+from specctl.train.sharding import whole
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -46,7 +49,7 @@ class Optimiser:
     def __init__(
         self, model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, clip: float | None
     ) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._parameters = trained_parameters(model)
         self._clip = clip
         parts = [
             {"params": [p for p in self._parameters.values() if p.dim() > 1], "weight_decay": weight_decay},
@@ -62,7 +65,7 @@ class Optimiser:
 
     def step(self, lr: float) -> float:
         """Move every parameter by its gradient, which is clipped first; the norm the gradient had."""
-        norm = nn.utils.get_total_norm([_gradient(p) for p in self._parameters.values()])
+        norm = whole(nn.utils.get_total_norm([_gradient(p) for p in self._parameters.values()]))
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, norm)
         for group in self._adamw.param_groups:

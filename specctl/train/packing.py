@@ -1,7 +1,7 @@
 """Packing: examples side by side in rows of a given room, each with its own positions and blind to the others.
 
-Legend: T rows of the packed batch. It knows nothing about models; that an example sees only itself is what qo_indptr
-says to the attention backend.
+Legend: T rows of the packed batch, J steps of a chain. It knows nothing about models; that an example sees only itself
+is what qo_indptr says to the attention backend.
 """
 
 from __future__ import annotations
@@ -12,28 +12,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specctl.drafts import TrainingRows
 from specctl.errors import UsageError
 from specctl.kv.batch import Batch, Span
+from specctl.models import Hidden
 from specctl.train.examples import IGNORED, Example
 
 
 @dataclass(frozen=True)
-class Packed:
-    """batch: one sequence an example, positions from 0. label_T: int64, what the row should say next; IGNORED for none.
-    ids: of the examples, in order. num_labels: rows with a label."""
+class Chain:
+    """How far ahead a draft is trained, and how much what counts.
 
-    batch: Batch
-    label_T: Tensor
-    ids: tuple[str, ...]
-    num_labels: int
+    steps: J, of its chain. shift: see Drafter; with 1, row i says token i + 2 at the first step. decay: of a step's
+    weight against the one before. per_sequence: every example counts the same, whatever its length, in place of every
+    label.
+    """
+
+    steps: int = 1
+    shift: int = 0
+    decay: float = 1.0
+    per_sequence: bool = False
+
+    def labels(self, example: Example) -> list[int]:
+        """How many rows have a label, at every step. A row has one at a step if all the tokens from its first one on
+        are trained: it stands for a block that begins there."""
+        found = [0] * self.steps
+        for run in example.runs:
+            for step in range(self.steps):
+                found[step] += max(0, run - step)
+        return found
+
+    def weight(self, example: Example) -> float:
+        """Of all its rows at all steps."""
+        return sum(
+            self.decay**step * (1 if self.per_sequence else count)
+            for step, count in enumerate(self.labels(example))
+            if count
+        )
+
+    def row_weight(self, example: Example, step: int) -> float:
+        """Of one labelled row at a step."""
+        return self.decay**step / (max(1, self.labels(example)[step]) if self.per_sequence else 1)
 
 
-def pack(
-    examples: Sequence[Example], max_tokens: int, order: Iterable[int], device: torch.device | str = "cpu"
-) -> Iterator[Packed]:
-    """The rows that `fill` makes, packed."""
-    for row in fill(examples, max_tokens, order):
-        yield packed([examples[index] for index in row], device)
+PLAIN = Chain()
 
 
 def fill(examples: Sequence[Example], max_tokens: int, order: Iterable[int]) -> Iterator[list[int]]:
@@ -61,15 +83,28 @@ def fill(examples: Sequence[Example], max_tokens: int, order: Iterable[int]) -> 
         yield row
 
 
-def packed(examples: Sequence[Example], device: torch.device | str = "cpu") -> Packed:
-    """One row of these examples. The target of a token's row is the label of the next token; the last token has
-    none."""
+def packed(
+    examples: Sequence[Example], chain: Chain = PLAIN, device: torch.device | str = "cpu", hidden: Hidden | None = None
+) -> TrainingRows:
+    """One packed row of these examples. hidden: what the target left in it."""
+    parts = [_rows(example, chain) for example in examples]
+    token_JT, label_JT, weight_JT = (torch.cat(each, dim=1).to(device) for each in zip(*parts, strict=True))
     spans = [Span(example.ids, 0, [], lane) for lane, example in enumerate(examples)]
-    label: list[int] = []
-    for example in examples:
-        label += [*example.labels[1:], IGNORED]
-    label_T = torch.tensor(label, dtype=torch.int64)
-    num_labels = int((label_T != IGNORED).sum())
-    return Packed(
-        Batch.pack(spans, device=device), label_T.to(device), tuple(example.id for example in examples), num_labels
-    )
+    return TrainingRows(Batch.pack(spans, device=device), token_JT, label_JT, weight_JT, hidden, chain.shift)
+
+
+def _rows(example: Example, chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and weights of an example's rows, [J, T] each."""
+    id_T, trained_T = torch.tensor(example.ids), torch.tensor(example.labels) != IGNORED
+    count_T = trained_T.long().cumsum(0)
+    run_T = count_T - count_T.masked_fill(trained_T, 0).cummax(0).values  # trained tokens in a row that end here
+    last = len(id_T) - 1
+    tokens, labels, weights = [], [], []
+    for step in range(chain.steps):
+        held_T = torch.arange(len(id_T)) + chain.shift + step
+        said_T = (held_T + 1).clamp(max=last)
+        known_T = (held_T < last) & (run_T[said_T] > step)
+        tokens.append(id_T[held_T.clamp(max=last)])
+        labels.append(torch.where(known_T, id_T[said_T], IGNORED))
+        weights.append(known_T.double() * chain.row_weight(example, step))
+    return torch.stack(tokens), torch.stack(labels), torch.stack(weights)

@@ -1,4 +1,5 @@
-"""Acceptance from a TRACE.json: which of its drafts tell something about a length, and which were cut by a stop.
+"""What is known of acceptance, whatever it was read from; and how it is read from a TRACE.json: which of its drafts
+tell something about a length, and which were cut by a stop.
 
 Drafts that ended early are of two kinds. Those that the context or a shorter length cut off could not reach k and are
 left out there. Those that a confidence stop cut off were chosen for being bad: without them survival looks better than
@@ -9,12 +10,14 @@ Legend: R requests, N drafts, K draft lengths from 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from specctl.errors import UsageError
 from specctl.sampling.params import Accept
+from specctl.schemas.policy import Bound, BoundDraft
 from specctl.schemas.trace import Trace, TraceClass
 from specctl.tune.acceptance import Acceptance, Blocks
 
@@ -23,23 +26,62 @@ QUANTILES = np.arange(0.05, 0.96, 0.05)
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Acceptance on one kind of prompts. context: mean tokens before a draft; None: not known."""
+
+    name: str
+    context: float | None
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """notices: what the user should know about the trace."""
+    """notices: what the user should know about it. target, draft: whose it is, as far as that is known. accept: how
+    tokens were accepted. kinds: by class of prompts, where there is more than one. by_context: at rising contexts,
+    where the source tells them apart; acceptance is the first of them then."""
 
     acceptance: Acceptance
     notices: list[str]
+    target: Bound | None = None
+    draft: BoundDraft | None = None
+    accept: str | None = None
+    kinds: tuple[Kind, ...] = ()
+    by_context: tuple[tuple[float, Acceptance], ...] = field(default=())
 
 
-def from_trace(trace: Trace, where: str) -> Evidence:
-    """Raises UsageError for a trace without drafts, with lossy acceptance, or censored without confidences."""
+def from_trace(trace: Trace, where: str, classes: Iterable[str] = ()) -> Evidence:
+    """Of these classes, all of them by default. Raises UsageError for a trace without drafts, with lossy acceptance, or
+    censored without confidences."""
     if trace.accept is not None and Accept.parse(trace.accept).lossy:
         raise UsageError(
             f"{where}: was taken with --accept {trace.accept}, which is lossy; take one with exact acceptance"
         )
+    trace = _only(trace, where, tuple(classes))
+    notices: list[str] = []
+    acceptance = _read(trace, where, notices)
+    kinds: list[Kind] = []
+    if len(trace.classes) > 1:
+        for entry in trace.classes:
+            alone = trace.model_copy(update={"classes": [entry]})
+            if entry.num_drafts:
+                kinds.append(Kind(entry.class_, entry.context, _read(alone, f"{where}, class {entry.class_}", [])))
+    return Evidence(acceptance, notices, trace.target, trace.draft, trace.accept, tuple(kinds))
+
+
+def _only(trace: Trace, where: str, names: tuple[str, ...]) -> Trace:
+    if not names:
+        return trace
+    there = [entry.class_ for entry in trace.classes]
+    for name in names:
+        if name not in there:
+            raise UsageError(f"{where}: has no class {name!r} (classes: {', '.join(there)})")
+    return trace.model_copy(update={"classes": [entry for entry in trace.classes if entry.class_ in names]})
+
+
+def _read(trace: Trace, where: str, notices: list[str]) -> Acceptance:
     counts = _Counts.of(trace)
     if not counts.num_drafts:
         raise UsageError(f"{where}: has no draft in it, so it tells nothing about acceptance")
-    notices: list[str] = []
     stop = _stop(trace, counts, where, notices)
     drafts = _Drafts.of(trace)
     if stop is None:
@@ -53,7 +95,7 @@ def from_trace(trace: Trace, where: str) -> Evidence:
     if counts.steps_R is None and (trace.draft is None or trace.draft.kind == "ngram"):
         notices.append(f"{where}: does not tell in how many steps nothing was proposed; every step is taken to draft")
     idle_R = np.zeros(len(counts.drafts_R)) if counts.steps_R is None else counts.steps_R - counts.drafts_R
-    acceptance = Acceptance(
+    return Acceptance(
         source=f"{where}: {counts.num_drafts} drafts in {len(idle_R)} requests",
         temperature=trace.temperature,
         iid=False,
@@ -62,7 +104,6 @@ def from_trace(trace: Trace, where: str) -> Evidence:
         idle_R=idle_R,
         stops=tuple(stops),
     )
-    return Evidence(acceptance, notices)
 
 
 @dataclass(frozen=True)

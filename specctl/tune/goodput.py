@@ -1,6 +1,7 @@
 """Goodput of every draft length at one batch and context: tokens a step over the time a step takes.
 
-Legend: S draws of acceptance and cell noise (the first without any), K draft lengths from 1.
+Legend: N batches, if there are many; S draws of acceptance and cell noise (the first without any), K draft lengths
+from 1.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import numpy as np
 
 from specctl.tune.acceptance import Outlook
 from specctl.tune.costs import StepTimes
+
+ALWAYS = 1 - 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +31,10 @@ class Candidate:
     drafted: float
 
     @property
+    def key(self) -> tuple[int, float | None]:
+        return self.k, self.confidence
+
+    @property
     def accepted(self) -> float:
         """Drafted tokens that a step keeps."""
         return float(self.tokens_S[0]) - 1
@@ -42,6 +49,11 @@ class Candidate:
         return float(1000 * self.tokens_S[0] / self.step_S[0])
 
     @property
+    def tpot_ms(self) -> float:
+        """Milliseconds a token of one sequence, prefill apart."""
+        return float(self.step_S[0] / self.tokens_S[0])
+
+    @property
     def band(self) -> tuple[float, float, float]:
         """2.5 %, the prediction, 97.5 %."""
         low, high = np.quantile(self.speedup_S[1:], [0.025, 0.975]) if len(self.speedup_S) > 1 else (np.inf, -np.inf)
@@ -54,20 +66,39 @@ def without_draft(times: StepTimes) -> Candidate:
 
 
 def with_draft(times: StepTimes, outlook: Outlook, batch: int) -> Candidate:
-    """All sequences of a step get as many rows as the longest block among them needs; blocks of different sequences are
-    taken to be independent. A step in which nobody has one is a plain step."""
-    k = outlook.k
-    longest_SK = 1 - (1 - np.clip(outlook.reach_SK, 0, 1)) ** batch  # the chance that somebody has k tokens
-    step_S = (1 - longest_SK[:, 0]) * times.drafting_S(k, 0)
-    for longest in range(1, k + 1):
-        beyond_S = longest_SK[:, longest] if longest < k else 0.0
-        step_S = step_S + (longest_SK[:, longest - 1] - beyond_S) * times.drafting_S(k, longest)
+    return candidate(outlook, step_ms(times, outlook, np.array(batch)), times.plain_S)
+
+
+def candidate(outlook: Outlook, step_S: np.ndarray, plain_S: np.ndarray) -> Candidate:
     return Candidate(
-        k=k,
+        k=outlook.k,
         confidence=outlook.confidence,
         tokens_S=outlook.tokens_S,
         step_S=step_S,
-        speedup_S=outlook.tokens_S * times.plain_S / step_S,
+        speedup_S=outlook.tokens_S * plain_S / step_S,
         drafting=float(outlook.reach_SK[0, 0]),
         drafted=float(outlook.reach_SK[0].sum()),
     )
+
+
+def step_ms(times: StepTimes, outlook: Outlook, batch: np.ndarray) -> np.ndarray:
+    """[S], or [N, S] where times are of N batches: what a step takes on average. batch: one, or N.
+
+    All sequences of a step get as many rows as the longest block among them needs; blocks of different sequences are
+    taken to be independent. A step in which nobody has one is a plain step.
+    """
+    k, reach_SK = outlook.k, np.clip(outlook.reach_SK, 0, 1)
+    if reach_SK.min() >= ALWAYS:
+        return times.drafting_S(k, k)
+    batch = batch[..., None]
+    step_S: np.ndarray
+    nobody_S = (1 - reach_SK[:, 0]) ** batch
+    if (reach_SK == reach_SK[:, :1]).all():  # blocks are whole or there are none
+        step_S = nobody_S * times.drafting_S(k, 0) + (1 - nobody_S) * times.drafting_S(k, k)
+        return step_S
+    step_S = nobody_S * times.drafting_S(k, 0)
+    for longest in range(1, k + 1):
+        shorter_S = nobody_S
+        nobody_S = (1 - reach_SK[:, longest]) ** batch if longest < k else np.ones_like(shorter_S)
+        step_S = step_S + (nobody_S - shorter_S) * times.drafting_S(k, longest)
+    return step_S

@@ -1,0 +1,87 @@
+"""Training over several processes: FSDP2 keeps a part of every weight, gradient and moment on each of them.
+
+The step is that of one process: its packed rows are dealt out, and the gradients are summed. A process that has no row
+left goes through the motions with one that counts for nothing, so that none waits for another for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from specctl.dist import World
+from specctl.drafts import Objective, Trainable, TrainingRows
+from specctl.models import CausalLM
+
+
+class Learning(nn.Module):
+    """A draft's loss as one module's forward: inside it the weights are whole."""
+
+    def __init__(self, model: nn.Module, drafter: Trainable) -> None:
+        super().__init__()
+        self.model = model
+        self._drafter = (drafter,)  # no child of this one
+
+    def forward(self, rows: TrainingRows, objective: Objective) -> tuple[Tensor, Tensor]:
+        return self._drafter[0].loss(rows, objective)
+
+
+class ShardedDraft:
+    """`Trainable` over a draft whose weights are spread. Gradients are made by autograd alone: those of a single
+    process that are added to in place (specctl/train/gradients.py) would not be seen."""
+
+    def __init__(self, model: nn.Module, drafter: Trainable, world: World) -> None:
+        self.world = world
+        self.attn = drafter.attn
+        for parameter in model.parameters():
+            parameter.grad = None
+        if isinstance(model, CausalLM):
+            for layer in model.model.layers:
+                fully_shard(layer)
+        self._learning = cast(Any, fully_shard(Learning(model, drafter)))
+
+    def loss(self, rows: TrainingRows, objective: Objective) -> tuple[Tensor, Tensor]:
+        """Gradients are averaged over the processes, and what is wanted is their sum."""
+        loss, sums = self._learning(rows, objective)
+        return loss * self.world.size, sums
+
+
+def dealt(rows: Sequence[list[int]], world: World) -> list[tuple[list[int], bool]]:
+    """This process's packed rows of a step, each with whether it counts; all processes have equally many."""
+    mine = [(row, True) for row in rows[world.rank :: world.size]]
+    passes = -(-len(rows) // world.size)
+    return mine + [(rows[0], False)] * (passes - len(mine))
+
+
+def counting_for_nothing(rows: TrainingRows) -> TrainingRows:
+    return replace(rows, weight_JT=torch.zeros_like(rows.weight_JT))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor's numbers, wherever they are; every process has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensors: Iterator[tuple[str, Tensor]], world: World) -> dict[str, Tensor]:
+    """All of them, on the leading process's CPU; nothing on the others, which have to ask all the same."""
+    found = {}
+    for name, tensor in tensors:
+        numbers = whole(tensor.detach())
+        if world.leads:
+            found[name] = numbers.cpu()
+    return found
+
+
+def put(tensor: Tensor, numbers: Tensor) -> None:
+    """Write whole numbers into a tensor that may be spread."""
+    if isinstance(tensor, DTensor):
+        spread = distribute_tensor(numbers.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(spread)
+    else:
+        tensor.copy_(numbers)

@@ -1,0 +1,141 @@
+"""`torchrun -m specctl finetune`: several processes take the steps of one, write once, and agree on everything."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import Run
+from safetensors.torch import load_file
+from test_finetune_heads import recipe as head_recipe
+from test_finetune_run import jsonl, lines
+from test_finetune_run import recipe as llama_recipe
+
+TIMEOUT = 120
+
+
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+COMMAND += ["-m", "specctl", "finetune"]
+
+
+def together(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in two processes, with one thread each."""
+    environment, command = os.environ | {"OMP_NUM_THREADS": "1"}, [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=False)
+
+
+def recipe_of(kind: str, path: Path, **values: Any) -> Path:
+    values = {"optimiser": {"accumulate": 3, "tokens_per_batch": 64}} | values
+    return llama_recipe(path, **values) if kind == "llama" else head_recipe(path, kind, **values)
+
+
+@pytest.fixture
+def target(make: Callable[..., Path]) -> Path:
+    return make(tiny.llama, seed=11, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "eagle3"])
+def test_two_processes_give_the_losses_of_one(run: Run, tmp_path: Path, target: Path, kind: str) -> None:
+    """Ten examples in steps of three packed rows: one process has two of them, the other one, and at the end of an
+    epoch one has none."""
+    more = {"draft": {"vocab_size": 40}} if kind == "eagle3" else {}
+    found = recipe_of(kind, tmp_path / "r.json", **more)
+    alone = run("finetune", found, "--target", target, "--output", tmp_path / "alone", "--json")
+    assert alone.code == 0, alone.err
+    ran = together(found, "--target", target, "--output", tmp_path / "both", "--json")
+    assert ran.returncode == 0, ran.stderr
+    one, two = json.loads(alone.out), json.loads(ran.stdout)
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["acceptance"] == one["acceptance"]
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.shape == theirs[name].shape
+        assert float((tensor.double() - theirs[name].double()).abs().max()) < 1e-5, name
+    read = [lines(tmp_path / f"{name}.run" / "metrics.jsonl") for name in ("alone", "both")]
+    assert [line.get("labels") for line in read[0]] == [line.get("labels") for line in read[1]]
+    assert ran.stderr.count("data: 12 rows") == 1
+
+
+def test_what_two_processes_began_one_goes_on_with(run: Run, tmp_path: Path, target: Path) -> None:
+    """Killed after their first checkpoint."""
+    found = recipe_of("llama", tmp_path / "r.json", epochs=4)
+    whole = run("finetune", found, "--target", target, "--output", tmp_path / "whole", "--json")
+    arguments = [str(each) for each in (found, "--target", target, "--output", tmp_path / "out")]
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "out.run" / "checkpoints"
+    while process.poll() is None and not list(checkpoints.glob("step-*")):
+        time.sleep(0.01)
+    workers = {
+        int(pid) for file in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in file.read_text().split()
+    }
+    assert len(workers) == 2
+    for pid in (process.pid, *workers):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    with (tmp_path / "out.run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the killed are gone
+    assert not (tmp_path / "out").exists()
+    ran = run("finetune", *arguments, "--resume", "--json")
+    assert ran.code == 0, ran.err
+    assert "going on after step" in ran.err
+    assert json.loads(ran.out)["loss"] == pytest.approx(json.loads(whole.out)["loss"], abs=1e-5)
+
+
+def test_all_have_the_vocabulary_of_the_whole_data(tmp_path: Path, target: Path) -> None:
+    """One row to each process, each with one letter."""
+    rows = [
+        {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": text}]}
+        for text in ("aaaa", "bbbb")
+    ]
+    data = jsonl(tmp_path / "d.jsonl", rows)
+    flags = ["--kind", "eagle3", "--target", target, "--data", data, "--output", tmp_path / "o"]
+    more = ["--set", "optimiser={accumulate: 2, tokens_per_batch: 40}", "--max-length", 40, "--json"]
+    ran = together(*flags, "--draft-vocab-size", 4, *more)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["steps"] == 1
+    d2t = load_file(tmp_path / "o" / "model.safetensors")["d2t"]
+    assert {97, 98, tiny.END} < set((d2t + torch.arange(4)).tolist())
+
+
+def test_a_single_example_is_a_step_for_all(run: Run, tmp_path: Path, target: Path) -> None:
+    data = jsonl(
+        tmp_path / "d.jsonl",
+        [{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "ABCD"}]}],
+    )
+    flags = ["--kind", "mtp", "--target", target, "--data", data, "--output", tmp_path / "o", "--json"]
+    ran = together(*flags, "--draft-vocab-size", 40)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["steps"] == 1
+    assert all(tensor.numel() for tensor in load_file(tmp_path / "o" / "model.safetensors").values())
+
+
+def test_an_error_of_one_ends_all(tmp_path: Path, target: Path) -> None:
+    data = jsonl(tmp_path / "d.jsonl", [{"messages": []}])
+    ran = together("--kind", "llama", "--target", target, "--data", data, "--output", tmp_path / "o")
+    assert ran.returncode != 0
+    assert "no usable conversations" in ran.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_rows_are_dealt_out_evenly_and_each_counts_once() -> None:
+    from specctl.dist import World
+    from specctl.train.sharding import dealt
+
+    rows = [[0], [1, 2], [3], [4], [5]]
+    hands = [dealt(rows, World(rank, 2)) for rank in range(2)]
+    assert [len(hand) for hand in hands] == [3, 3]
+    counted = [row for hand in hands for row, counts in hand if counts]
+    assert sorted(counted) == sorted(rows)
+    assert torch.tensor([len(hand) for hand in hands]).unique().numel() == 1
