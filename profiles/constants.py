@@ -10,12 +10,14 @@ from specctl.schemas.profile import CONSTANTS_SCHEMA
 from specctl.schemas.roofline import (
     AllReduce,
     Attention,
+    Doubt,
     Elementwise,
     Graphs,
     Lane,
     Overheads,
     Peaks,
     Product,
+    Roofline,
     Unit,
 )
 
@@ -42,22 +44,21 @@ GRAPHS: dict[str, tuple[Unit, list[int]] | None] = {
     "trtllm": None,
 }
 
-# Milliseconds beyond the passes. base: plain steps of Qwen3-8B on one H100, measured less computed (medians). spec,
-# per_draft_step, tree: ten EAGLE-3 runs of SGLang 0.5.3, the only such steps on H100 that are published.
-BASE = {"vllm": 0.83, "sglang": 0.46, "trtllm": 0.0}
-SPEC = {"spec": 1.83, "per_draft_step": 0.26, "tree": 0.88}
-PER_SEQUENCE_US = {"vllm": 40.0, "sglang": 25.0, "trtllm": 8.0}
-ACROSS_US = 45.0
 MISSING = {
     "vllm": "products in FP8 blocks are slower in the database than anybody has measured, so they are taken to be as "
     "fast as SGLang's; no step that drafts is published for it, so what those cost is SGLang's",
     "trtllm": "no step that drafts is published for it but of DeepSeek-R1, so what those cost is SGLang's",
 }
+# One standard deviation of a step, and the part of it that all steps share. benchmarks/tune_h100.py prints what they
+# are of: root mean squares of relative errors against measured steps, less (in squares) half of that of t(q) / t(1),
+# whose two steps are each off by themselves. With experts that is of twelve points, so a half more; likewise for an
+# A100, of which nothing was compared.
 DOUBT = {
-    "h100-sxm": {"dense": {"step": 0.12, "shared": 0.11}, "experts": {"step": 0.25, "shared": 0.22}},
-    "h200-sxm": {"dense": {"step": 0.14, "shared": 0.13}, "experts": {"step": 0.25, "shared": 0.22}},
-    "a100-sxm": {"dense": {"step": 0.2, "shared": 0.18}, "experts": {"step": 0.35, "shared": 0.32}},
+    "h100-sxm": {"dense": {"step": 0.12, "shared": 0.113}, "experts": {"step": 0.2, "shared": 0.18}},
+    "h200-sxm": {"dense": {"step": 0.12, "shared": 0.113}, "experts": {"step": 0.2, "shared": 0.18}},
+    "a100-sxm": {"dense": {"step": 0.18, "shared": 0.17}, "experts": {"step": 0.3, "shared": 0.27}},
 }
+MEMORY_SHARE, RESERVE_GB = 0.9, 2.5
 
 
 def lane(engine: str) -> Lane:
@@ -82,41 +83,47 @@ def lane(engine: str) -> Lane:
         all_reduce=reduce,
         across_us=0.0,
         elementwise=Elementwise(calls=3, start_us=3.0, bandwidth=0.8),
-        overheads_ms=Overheads(base=BASE[engine], **SPEC),
+        overheads_ms=Overheads(base=0.0, spec=0.0, per_draft_step=0.0),
         graphs=None if graphs is None else Graphs(unit=graphs[0], sizes=graphs[1]),
         missing=MISSING.get(engine),
     )
 
 
+def roofline(name: str, lanes: dict[str, Lane]) -> Roofline:
+    if name == "a100-sxm":
+        lanes = {engine: _without_fp8(each) for engine, each in lanes.items()}
+    dense, experts = (Doubt(**DOUBT[name][kind]) for kind in ("dense", "experts"))
+    return Roofline(
+        peaks=PEAKS[name],
+        memory_share=MEMORY_SHARE,
+        reserve_gb=RESERVE_GB,
+        dense=dense,
+        experts=experts,
+        lanes=lanes,
+    )
+
+
+def with_blocks(lanes: dict[str, Lane]) -> dict[str, Lane]:
+    """vLLM's products in blocks are taken to be SGLang's."""
+    block = lanes["sglang"].products["fp8-block"]
+    own = lanes["vllm"].model_copy(update={"products": {**lanes["vllm"].products, "fp8-block": block}})
+    return {**lanes, "vllm": own}
+
+
 def files(lanes: dict[str, Lane], date: str) -> dict[str, dict[str, Any]]:
     """By name, ready to be written."""
-    lanes = dict(lanes)
-    block = lanes["sglang"].products["fp8-block"]
-    lanes["vllm"] = lanes["vllm"].model_copy(update={"products": {**lanes["vllm"].products, "fp8-block": block}})
-    hosted = {
-        engine: each.model_copy(update={"across_us": ACROSS_US, "per_sequence_us": PER_SEQUENCE_US[engine]})
-        for engine, each in lanes.items()
-    }
-    return {name: _file(name, hosted, date) for name in PEAKS}
+    return {name: _file(name, lanes, date) for name in PEAKS}
 
 
 def _file(name: str, lanes: dict[str, Lane], date: str) -> dict[str, Any]:
     hardware, interconnect = HARDWARE[name]
-    if name == "a100-sxm":
-        lanes = {engine: _without_fp8(each) for engine, each in lanes.items()}
     return {
         "schema": CONSTANTS_SCHEMA,
         "provenance": {**Provenance.here().model_dump(), "command": "python profiles/fit.py --data DIRECTORY"},
         "hardware": {"name": hardware, "memory_gbps": PEAKS[name].memory_gbps, "interconnect": interconnect},
         "notes": _notes(name),
         "sources": _sources(name, date),
-        "roofline": {
-            "peaks": PEAKS[name].model_dump(),
-            "memory_share": 0.9,
-            "reserve_gb": 2.5,
-            **DOUBT[name],
-            "lanes": {engine: each.model_dump(exclude_none=True) for engine, each in lanes.items()},
-        },
+        "roofline": roofline(name, lanes).model_dump(exclude_none=True),
     }
 
 
@@ -174,7 +181,8 @@ def _sources(name: str, date: str) -> list[dict[str, Any]]:
         {
             "numbers": "lanes: per_sequence_us, across_us",
             "what": "what measured milliseconds a token exceed the computed ones by, for each running sequence (H100, "
-            "answers of 512 tokens and more) and for each all-reduce of DeepSeek-R1 in two nodes (SGLang 0.5.8)",
+            "answers of 512 tokens and more) and for each all-reduce of DeepSeek-R1 in two nodes (SGLang 0.5.8, "
+            "TensorRT-LLM of dynamo 0.8.1; seven points)",
             "package": "aiconfigurator-core",
             "version": "0.12.0",
             "licence": "Apache-2.0, copyright NVIDIA CORPORATION & AFFILIATES",

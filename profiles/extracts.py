@@ -18,6 +18,7 @@ MODELS = json.loads((Path(__file__).parent / "models.json").read_text())
 ENGINES = ("vllm", "sglang", "trtllm")
 STEPS = ("aic_llama31_8b", "aic_llama3x_70b", "aic_llama32_1b_draft", "aic_deepseek_r1_h100", "aic_deepseek_r1_h200")
 NAMES = {"llama-3.1-70b": "llama-3.x-70b"}
+HEADS = {"llama-3.1-8b": "eagle3-llama3.1-8b", "llama-3.x-70b": "eagle3-llama3.3-70b"}
 WEIGHTS = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8-block"}
 SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm"}
 
@@ -40,7 +41,6 @@ class Step:
     experts: float
     exchange: float
     other: float
-    fits: bool
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
@@ -73,7 +73,6 @@ def steps(data: Path) -> Iterator[Step]:
                 experts=float(row["moe_ms"]),
                 exchange=float(row["comm_ms"]),
                 other=float(row["other_ms"]),
-                fits=row["fits"] == "1",
             )
 
 

@@ -4,8 +4,9 @@
 
 DIRECTORY holds the CSV extracts of aiconfigurator-core 0.12.0 (operator sums of decoding steps by part, prefill) and
 the published measurements. Kernels' constants are fitted to the operator sums alone, part by part and engine by engine,
-never to measured steps. What the host adds is of the measured points named in `sources`, and is left out where they
-judge (benchmarks/tune_h100.py). The loss is the mean of |log(predicted / tabled)|; its value is printed.
+never to measured steps. What the host adds is of the measured points named in `sources` (profiles/hosts.py), and is
+left out where they judge (benchmarks/tune_h100.py). The loss is the mean of |log(predicted / tabled)|; its value is
+printed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import constants
 import extracts
+import hosts
 from extracts import ENGINES, Step, passes_of
 
 from specctl.roofline.passes import Parts
@@ -43,6 +45,13 @@ def main() -> None:
     for engine in ENGINES:
         say(engine)
         lanes[engine] = fit_lane(engine, steps, [row for row in prefill if row["backend"] == engine])
+    lanes = hosts.hosted(constants.with_blocks(lanes), args.data)
+    for engine, lane in lanes.items():
+        over = lane.overheads_ms
+        say(
+            f"{engine}: base {over.base:.2f} ms, spec {over.spec:.2f}, per draft step {over.per_draft_step:.2f}, tree "
+            f"{over.tree:.2f}; {lane.per_sequence_us:.0f} us a sequence, {lane.across_us:.0f} us across nodes"
+        )
     for name, value in constants.files(lanes, date).items():
         text = yaml.safe_dump(constants.rounded(value), sort_keys=False, default_flow_style=None, width=118)
         (args.output / f"{name}.yaml").write_text(text, encoding="utf-8")
@@ -66,8 +75,10 @@ def fit_lane(engine: str, steps: Sequence[Step], prefill: Sequence[dict[str, str
         chosen = [step for step in dense if step.place.cache == cache and step.q == 1]
         lane = fit_attention(lane, chosen, cache)
     lane = fit_exchange(lane, [step for step in dense if step.exchange > 0])
-    lane = fit_latent(lane, [step for step in own if step.model == "deepseek-r1" and step.q == 1])
-    lane = fit_experts(lane, [step for step in own if step.model == "deepseek-r1"])
+    sparse = [step for step in own if step.model == "deepseek-r1" and step.place.nodes == 1]
+    lane = fit_latent(lane, [step for step in sparse if step.q == 1])
+    lane = fit_experts(lane, [step for step in sparse if step.place.ep == 1], "experts")
+    lane = fit_experts(lane, [step for step in sparse if step.place.ep > 1], "whole_experts")
     return fit_prompts(lane, prefill)
 
 
@@ -115,23 +126,16 @@ def fit_exchange(lane: Lane, steps: Sequence[Step]) -> Lane:
 
 
 def fit_latent(lane: Lane, steps: Sequence[Step]) -> Lane:
-    """The database's attention of this model is the whole module, its products included."""
+    """The database's attention of this model is the whole module, its products in blocks included: these read as those
+    with one scale do, and what a call of them takes to start is fitted."""
 
     def with_(params: Params) -> Lane:
         values = capped(params)
         latent = Attention(bandwidth=values["bandwidth"], flops=values["flops"], start_us=values["start_us"])
-        block = lane.products["fp8-block"].model_copy(
-            update={"bandwidth": values["block_bandwidth"], "start_us": values["block_start_us"]}
-        )
+        block = lane.products["fp8"].model_copy(update={"start_us": values["block_start_us"]})
         return lane.model_copy(update={"latent": latent, "products": {**lane.products, "fp8-block": block}})
 
-    start = {
-        "bandwidth": 0.7,
-        "flops": 0.5,
-        "start_us": 20.0,
-        "block_bandwidth": 0.7,
-        "block_start_us": lane.products["fp8"].start_us,
-    }
+    start = {"bandwidth": 0.7, "flops": 0.5, "start_us": 20.0, "block_start_us": lane.products["fp8"].start_us}
     return best(with_, start, steps, module, lambda step: step.attention, "latent attention, products in blocks")
 
 
@@ -145,13 +149,15 @@ def feed_forward(parts: Parts) -> np.ndarray:
     return parts.experts + parts.products + parts.exchange
 
 
-def fit_experts(lane: Lane, steps: Sequence[Step]) -> Lane:
+def fit_experts(lane: Lane, steps: Sequence[Step], key: str) -> Lane:
+    """On one node: what the database has of two is its own estimate of the exchange between them."""
+
     def with_(params: Params) -> Lane:
-        return lane.model_copy(update={"experts": Product(tile=64, **capped(params))})
+        return lane.model_copy(update={key: Product(tile=64, **capped(params))})
 
     chosen = [step for step in steps if step.batch * step.q <= 2048 and step.context == 1024]
     start = {"bandwidth": 0.5, "flops": 0.3, "start_us": 40.0, "norm": 1.5}
-    return best(with_, start, chosen, feed_forward, lambda step: step.experts + step.exchange, "experts")
+    return best(with_, start, chosen, feed_forward, lambda step: step.experts + step.exchange, key)
 
 
 def fit_prompts(lane: Lane, prefill: Sequence[dict[str, str]]) -> Lane:

@@ -18,6 +18,7 @@ import specctl
 # Extras of the package, and what they are for.
 EXTRAS = {
     "cuda": "attention by FlashInfer on NVIDIA GPUs (without it: torch's, on any device)",
+    "aic": "asking the operator database that profiles are made from (profiles/query.py)",
     "data": "fine-tuning on parquet files and hub data sets (without it: jsonl and json)",
     "quickstart": "reading the small model that `specctl quickstart` uses by default",
     "dev": "running the tests and checks of this project",

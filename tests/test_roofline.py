@@ -147,12 +147,13 @@ def test_distinct_experts_are_those_of_a_simulation(of: Experts, tokens: int) ->
     assert float(distinct(np.array([tokens]), of)[0]) == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 512])
 def test_the_fullest_rank_is_that_of_a_simulation(tokens: int, ranks: int) -> None:
     of = experts(256, 8, 8, 4)
     _, expected = simulated(of, tokens, ranks, 100)
-    assert float(fullest(np.array([tokens]), of, ranks)[0]) == pytest.approx(expected, rel=0.2)
+    # One token on sixteen devices is the worst: a few experts are no normal distribution, and 1.94 stand for 2.53.
+    assert float(fullest(np.array([tokens]), of, ranks)[0]) == pytest.approx(expected, rel=0.25)
 
 
 def test_one_token_reads_as_many_experts_as_it_chooses_and_many_all() -> None:
@@ -216,7 +217,7 @@ def test_known_steps_are_near(h100: Roofline) -> None:
 def test_verifying_is_nearly_free_for_a_dense_model_and_not_with_experts(h100: Roofline) -> None:
     dense, sparse = passes(LLAMA_8B, h100), passes(DEEPSEEK_V3, h100, tp=8)
     assert ms(dense, 1, 4, 1024) / ms(dense, 1, 1, 1024) < 1.1
-    assert ms(sparse, 1, 4, 1024) / ms(sparse, 1, 1, 1024) > 1.1
+    assert ms(sparse, 1, 4, 1024) / ms(sparse, 1, 1, 1024) > 1.2
 
 
 def test_nodes_cost_an_exchange_each(h100: Roofline) -> None:
@@ -226,6 +227,23 @@ def test_nodes_cost_an_exchange_each(h100: Roofline) -> None:
     dearer = replace(two, lane=slower)
     assert ms(dearer, 1, 1, 512) - ms(two, 1, 1, 512) == pytest.approx(2 * 61 * 0.1)
     assert ms(replace(one, lane=slower), 1, 1, 512) == ms(one, 1, 1, 512)
+
+
+def test_whole_experts_have_kernels_of_their_own(h100: Roofline) -> None:
+    kind = h100.lanes["sglang"].experts
+    slow = kind.model_copy(update={"start_us": kind.start_us + 100})
+    lane = h100.lanes["sglang"].model_copy(update={"whole_experts": slow})
+    parts, whole, both = (
+        ms(replace(passes(DEEPSEEK_V3, h100, "sglang", tp=8, ep=ep), lane=lane), 1, 1, 512)
+        - ms(replace(passes(DEEPSEEK_V3, h100, "sglang", tp=8, ep=ep), lane=without(lane)), 1, 1, 512)
+        for ep in (1, 8, 4)
+    )
+    assert (parts, both) == (0, 0)
+    assert whole == pytest.approx(58 * 0.1)
+
+
+def without(lane: Lane) -> Lane:
+    return lane.model_copy(update={"whole_experts": None})
 
 
 def test_prompts_go_through_the_head_once_each(h100: Roofline) -> None:
@@ -268,7 +286,8 @@ def test_drafts_are_charged(h100: Roofline) -> None:
     assert head.cache == 2 * 8 * 128 * 2
     assert ms(head.follow, 1, 4, 512) > ms(head.step, 1, 1, 512)
     layer = drafts.mtp_layer(passes(DEEPSEEK_V3, h100, tp=8))
-    assert layer.weights * 8 == pytest.approx(11.5e9, rel=0.1)  # a layer of experts in 8 bits and what it reads through
+    # A layer of experts in 8 bits, shared by all; what joins the hidden states in 16 bits, which each device has whole.
+    assert layer.weights == pytest.approx(11.5e9 / 8 + 2 * 2 * 7168**2, rel=0.02)
     assert layer.cache == 576 * 2
 
 

@@ -12,21 +12,28 @@ import numpy as np
 @dataclass(frozen=True)
 class Errors:
     """Relative errors, predicted over measured less one. mape: mean of them without sign. bias: mean. p90: of those
-    without sign."""
+    without sign. rms: root of their mean square."""
 
     n: int
     mape: float
     bias: float
     p90: float
+    rms: float
 
     @classmethod
     def of(cls, predicted: Iterable[float], measured: Iterable[float]) -> Errors:
         error = np.array(list(predicted)) / np.array(list(measured)) - 1
         absolute = np.abs(error)
-        return cls(len(error), float(absolute.mean()), float(error.mean()), float(np.quantile(absolute, 0.9)))
+        return cls(
+            len(error), float(absolute.mean()), float(error.mean()), float(np.quantile(absolute, 0.9)), rms(error)
+        )
 
     def __str__(self) -> str:
-        return f"n {self.n:4}  MAPE {self.mape:6.1%}  bias {self.bias:+7.1%}  p90 {self.p90:6.1%}"
+        return f"n {self.n:4}  MAPE {self.mape:6.1%}  bias {self.bias:+7.1%}  p90 {self.p90:6.1%}  rms {self.rms:6.1%}"
+
+
+def rms(error: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(error**2)))
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ from extracts import Placement
 
 from specctl.roofline import drafts
 from specctl.roofline.passes import Passes
+from specctl.roofline.serving import Load, tpot_prefill_first_ms
 from specctl.schemas.roofline import Roofline
 
 from .figures import Errors
 
 SPEC = re.compile(r"EAGLE3 steps=(\d+) topk=(\d+) draft_tokens=(\d+)")
 CONTEXT = 344  # 233 tokens in and half of 221 out
+MTP = 3
 KINDS = ("roofline", "interpolated")
 
 
@@ -138,15 +140,24 @@ def left_out(steps: Sequence[SpecStep], kind: str) -> list[float]:
 
 @dataclass(frozen=True)
 class MtpPair:
-    """One batch with and without MTP. ratio: step with it over step without, by kind."""
+    """One batch with and without MTP, measured; and by kind the passes and the host of a plain step and of one that
+    drafts three tokens, without what an all-reduce costs more between nodes. layers: of the target."""
 
     engine: str
     batch: int
     plain_ms: float
     speedup: float
     inferred: bool
-    predicted_plain: dict[str, float]
-    ratio: dict[str, float]
+    layers: int
+    plain: dict[str, float]
+    drafting: dict[str, float]
+
+    def predicted_ms(self, kind: str, across: float) -> float:
+        return self.plain[kind] + 2 * self.layers * across / 1e3
+
+    def ratio(self, kind: str, across: float) -> float:
+        """A step that drafts over one that does not; each draft step is a layer."""
+        return (self.drafting[kind] + 2 * (self.layers + MTP) * across / 1e3) / self.predicted_ms(kind, across)
 
 
 def mtp_pairs(points: Sequence[dict[str, str]], data: Path, roofline: Roofline) -> list[MtpPair]:
@@ -161,29 +172,26 @@ def mtp_pairs(points: Sequence[dict[str, str]], data: Path, roofline: Roofline) 
         if row["model"] != "DeepSeek-R1" or row["spec"] != "none" or "TP16" not in row["parallel"]:
             continue
         trtllm = row["engine"].startswith("TRT-LLM")
-        measured = float(row["measured"])
         speedup = _mtp_speedup(points, row) if trtllm else float(_search(r"speedup ([\d.]+)x", row["note"]))
         batch = int(row["concurrency"]) if trtllm else int(_search(r"batch (\d+)/worker", row["note"]))
         engine, ep = ("trtllm", 16) if trtllm else ("sglang", 1)
-        place = Placement(16, ep, 2, "fp8-block", "bf16")
-        target = extracts.passes_of("deepseek-r1", place, roofline.lanes[engine], roofline.peaks)
+        lane = roofline.lanes[engine].model_copy(update={"across_us": 0.0})
+        target = extracts.passes_of("deepseek-r1", Placement(16, ep, 2, "fp8-block", "bf16"), lane, roofline.peaks)
         plain, drafting = _mtp_roofline(target, batch)
-        across = 2 * target.shape.layers * target.lane.across_us / 1e3
-        one, four = (_table(tables, engine, ep, batch, q) + across for q in (1, 4))
-        layers = 1 + 3 / target.shape.layers
-        over = target.lane.overheads_ms
-        extra = over.spec + 3 * over.per_draft_step - over.base
+        one, four = (_table(tables, engine, ep, batch, q) for q in (1, 4))
+        base, spec = lane.overheads_ms.base, lane.overheads_ms.spec + MTP * lane.overheads_ms.per_draft_step
         found.append(
             MtpPair(
                 engine=engine,
                 batch=batch,
-                plain_ms=measured,
+                plain_ms=float(row["measured"]),
                 speedup=speedup,
                 inferred=not trtllm,
-                predicted_plain={"roofline": plain, "interpolated": one + over.base},
-                ratio={
-                    "roofline": drafting / plain,
-                    "interpolated": (four * layers + over.base + extra) / (one + over.base),
+                layers=target.shape.layers,
+                plain={"roofline": plain + base, "interpolated": one + base},
+                drafting={
+                    "roofline": drafting + spec,
+                    "interpolated": four * (1 + MTP / target.shape.layers) + spec,
                 },
             )
         )
@@ -191,14 +199,59 @@ def mtp_pairs(points: Sequence[dict[str, str]], data: Path, roofline: Roofline) 
 
 
 def _mtp_roofline(target: Passes, batch: int) -> tuple[float, float]:
-    """Milliseconds of a plain step and of one that drafts three tokens."""
-    over = target.lane.overheads_ms
+    """Milliseconds of the passes of a plain step and of one that drafts three tokens."""
     head = drafts.mtp_layer(target)
-    plain = float(target.step(*_at(batch, 1, 1536)).total[0]) + over.base
+    plain = float(target.step(*_at(batch, 1, 1536)).total[0])
     verify = float(target.step(*_at(batch, 4, 1536)).total[0])
     follow = float(head.follow.step(*_at(batch, 4, 1536)).total[0])
     draft = float(head.step.step(*_at(batch, 1, 1536)).total[0])
-    return plain, verify + follow + 2 * draft + over.spec + 3 * over.per_draft_step
+    return plain, verify + follow + (MTP - 1) * draft
+
+
+def h200_steps(points: Sequence[dict[str, str]], roofline: Roofline) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """By kind, five plain points of DeepSeek-R1 on 8 H200 and what is predicted without a constant of theirs; prompts
+    of others are accounted for by the roofline in both."""
+    lane = roofline.lanes["sglang"]
+    target = extracts.passes_of("deepseek-r1", Placement(8, 1, 1, "fp8-block", "bf16"), lane, roofline.peaks)
+    found: dict[str, list[tuple[dict[str, str], float]]] = {kind: [] for kind in KINDS}
+    for row in points:
+        if "H200" not in row["engine"]:
+            continue
+        load = Load(int(row["concurrency"]), int(row["isl"]), int(row["osl"]))
+        decode = {
+            "roofline": float(target.step(*_at(load.batch, 1, load.context)).total[0]),
+            "interpolated": float(row["aic_pred"]),
+        }
+        for kind in KINDS:
+            found[kind].append((row, _behind_prompts(target, load, decode[kind] + lane.overheads_ms.base)))
+    return found
+
+
+def h200_plain(points: Sequence[dict[str, str]], roofline: Roofline) -> dict[str, Errors]:
+    return {
+        kind: Errors.of((ms for _, ms in rows), (float(row["measured"]) for row, _ in rows))
+        for kind, rows in h200_steps(points, roofline).items()
+    }
+
+
+def _behind_prompts(target: Passes, load: Load, decode_ms: float) -> float:
+    def chunk_ms(n: int) -> float:
+        return float(target.prompts(np.array([float(n * load.isl)]), np.array([float(load.isl)])).total[0])
+
+    return tpot_prefill_first_ms(decode_ms, chunk_ms, load, target.lane.chunk)
+
+
+def across_us(pairs: Sequence[MtpPair], kind: str) -> float:
+    """What all-reduces between nodes take more, each: the median of what plain steps exceed their prediction by."""
+    left = [(pair.plain_ms - pair.plain[kind]) / (2 * pair.layers) for pair in pairs]
+    return 1e3 * max(0.0, float(np.median(left)))
+
+
+def left_out_across(pairs: Sequence[MtpPair], kind: str) -> list[float]:
+    """For each, of the others of its engine."""
+    return [
+        across_us([each for each in pairs if each is not pair and each.engine == pair.engine], kind) for pair in pairs
+    ]
 
 
 def _table(tables: dict[tuple[str, int, int, int], extracts.Step], engine: str, ep: int, batch: int, q: int) -> float:
@@ -217,14 +270,20 @@ def _search(pattern: str, text: str) -> str:
     return found[1]
 
 
-def fitted_length(pairs: Sequence[MtpPair], kind: str) -> float:
+def plain_errors(both: Sequence[tuple[MtpPair, float]], engine: str, kind: str) -> Errors:
+    own = [(pair, us) for pair, us in both if pair.engine == engine]
+    return Errors.of((pair.predicted_ms(kind, us) for pair, us in own), (pair.plain_ms for pair, _ in own))
+
+
+def fitted_length(pairs: Sequence[MtpPair], across: Sequence[float], kind: str) -> float:
     """The one acceptance length for all rows with which their speed-ups are told best, from none to all of K = 3."""
-    candidates = np.arange(1.0, 4.0005, 0.005)
-    return float(min(candidates, key=lambda length: speedup_errors(pairs, kind, float(length)).mape))
+    candidates = np.arange(1.0, MTP + 1.0005, 0.005)
+    return float(min(candidates, key=lambda length: speedup_errors(pairs, across, kind, float(length)).mape))
 
 
-def speedup_errors(pairs: Sequence[MtpPair], kind: str, length: float) -> Errors:
-    return Errors.of((length / pair.ratio[kind] for pair in pairs), (pair.speedup for pair in pairs))
+def speedup_errors(pairs: Sequence[MtpPair], across: Sequence[float], kind: str, length: float) -> Errors:
+    predicted = (length / pair.ratio(kind, us) for pair, us in zip(pairs, across, strict=True))
+    return Errors.of(predicted, (pair.speedup for pair in pairs))
 
 
 # -- choice ------------------------------------------------------------------------------------------------------------

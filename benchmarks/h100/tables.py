@@ -49,20 +49,27 @@ def compare(data: Path, constants: dict[str, Constants]) -> list[Compared]:
     return found
 
 
-def by_lane(compared: Sequence[Compared]) -> Iterator[tuple[str, Errors]]:
-    for lane in sorted({each.lane for each in compared}):
-        rows = [each for each in compared if each.lane == lane and each.step.q <= 9]
+def by_lane(compared: Sequence[Compared], *, nodes: int) -> Iterator[tuple[str, Errors]]:
+    chosen = [each for each in compared if each.step.place.nodes == nodes and each.step.q <= 9]
+    for lane in sorted({each.lane for each in chosen}):
+        rows = [each for each in chosen if each.lane == lane]
         yield lane, Errors.of((each.predicted for each in rows), (each.step.ms for each in rows))
 
 
 def ratios(compared: Sequence[Compared], *, sparse: bool) -> Iterator[tuple[str, Errors]]:
-    """t(q) / t(1) at the same batch and context, for models with experts or without."""
-    chosen = [each for each in compared if (each.step.place.weights == "fp8-block") == sparse]
-    ones = {_place(each.step): each for each in chosen if each.step.q == 1}
+    """t(q) / t(1) at the same batch and context on one node, for models with experts or without."""
     for q in QS:
-        rows = [(each, ones[_place(each.step)]) for each in chosen if each.step.q == q]
-        predicted = (each.predicted / one.predicted for each, one in rows)
-        yield f"q = {q}", Errors.of(predicted, (each.step.ms / one.step.ms for each, one in rows))
+        yield f"q = {q}", ratio(compared, sparse=sparse, rows=range(q, q + 1))
+
+
+def ratio(compared: Sequence[Compared], *, sparse: bool, rows: range) -> Errors:
+    chosen = [
+        each for each in compared if (each.step.place.weights == "fp8-block") == sparse and each.step.place.nodes == 1
+    ]
+    ones = {_place(each.step): each for each in chosen if each.step.q == 1}
+    pairs = [(each, ones[_place(each.step)]) for each in chosen if each.step.q in rows]
+    predicted = (each.predicted / one.predicted for each, one in pairs)
+    return Errors.of(predicted, (each.step.ms / one.step.ms for each, one in pairs))
 
 
 def _place(step: Step) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ def weight_bytes(passes: Passes) -> float:
     layers = shape.layers * attention_parameters(shape) + shape.dense_layers * dense + shape.sparse_layers * sparse
     entry = sum(out * inner for out, inner in passes.entry)
     ends = (shape.head_vocab + (0 if shape.tied else shape.vocab)) * shape.hidden
-    return (layers * each + (entry + ends) * 2) / tp
+    return (layers * each + ends * 2) / tp + entry * 2
 
 
 def layer_bytes(passes: Passes) -> float:

@@ -105,8 +105,9 @@ class Passes:
         )
 
     def ends(self, tokens: Array, headed: Array) -> Array:
-        """Milliseconds of what is in no layer: a draft's entry over all rows, and the head over some."""
-        entry = [Product(1, out / self.place.tp, inner, "bf16") for out, inner in self.entry]
+        """Milliseconds of what is in no layer: a draft's entry over all rows, which every device has whole, and the
+        head over some."""
+        entry = [Product(1, out, inner, "bf16") for out, inner in self.entry]
         head = Product(1, self.shape.head_vocab / self.place.tp, self.shape.hidden, "bf16")
         found: Array = (self._sum(tokens, entry) + self._sum(headed, [head])) / 1e3
         return found
@@ -193,7 +194,8 @@ class Passes:
         rows = tokens * experts.chosen * hit / distinct(tokens, experts)
         inner = experts.inner / (self.place.tp / ep)
         weights = 3 * self.shape.hidden * inner
-        bytes_each, kind = BYTES[self.place.weights], self.lane.experts
+        whole = self.lane.whole_experts if ep == self.place.tp > 1 else None
+        bytes_each, kind = BYTES[self.place.weights], whole or self.lane.experts
         return operators.experts_us(hit, rows, weights, bytes_each, kind, self.peaks, self.shape.hidden)
 
     def _all_reduce(self, tokens: Array) -> Array:

@@ -111,7 +111,8 @@ class Elementwise(Checked):
 
 class Lane(Checked):
     """One engine. version: whose kernels these are. scheduling: whether prompts join decoding steps or stop them.
-    chunk: prompt tokens of a step. across_us: added to every all-reduce that leaves a node. per_sequence_us: of the
+    chunk: prompt tokens of a step. experts: where every device has a part of each. whole_experts: where each has some
+    of them whole; null: the same. across_us: added to every all-reduce that leaves a node. per_sequence_us: of the
     host, for each sequence of a step. missing: what is known to be wrong or absent in this lane."""
 
     version: str
@@ -121,6 +122,7 @@ class Lane(Checked):
     attention: dict[Cache, Attention]
     latent: Attention
     experts: Product
+    whole_experts: Product | None = None
     all_reduce: list[AllReduce]
     across_us: Microseconds
     elementwise: Elementwise
