@@ -52,6 +52,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files that stand beside a model and say nothing about its weights."""
+
+
 class Checkpoint:
     """The tensors and the config of one directory.
 

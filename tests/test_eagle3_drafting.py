@@ -4,7 +4,6 @@ not fit the target is refused by name."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import tiny
 import tiny_eagle3
 import torch
-from decoding import all_back, eagle3_draft, engine, greedy_params, model, outputs
+from decoding import all_back, design, eagle3_draft, engine, greedy_params, model, outputs
 from eagle3_reference import Reference
 from fixtures import Make
 from test_eagle3_layouts import changed
@@ -46,12 +45,6 @@ def plain(target: Path) -> list[list[int]]:
 
 
 # The text
-
-
-def design() -> Iterator[tuple[int, int, int, int]]:
-    """(k, batch, chunk, pages)."""
-    for index, k in enumerate((0, 1, 1, 2, 3, 3, 5)):
-        yield k, (1, 3, 8)[index % 3], (512, 7, 16, 40)[index % 4], (6, 200, 9, 6, 13)[index % 5]
 
 
 @pytest.mark.parametrize(("k", "batch", "chunk", "pages"), list(design()))

@@ -14,26 +14,10 @@ import tiny
 import tiny_mtp
 import torch
 from conftest import Run
+from finetuning import assert_same, interrupt_after, jsonl, lines, recipe, rows
 from safetensors.torch import load_file
-from test_finetune_run import assert_same, interrupt_after, jsonl, lines, rows
 
 KINDS = ("mtp", "eagle3")
-
-
-def recipe(path: Path, kind: str, **values: Any) -> Path:
-    value: dict[str, Any] = {
-        "kind": kind,
-        "epochs": 2,
-        "data": {"train": str(jsonl(path.with_suffix(".jsonl"), rows(12))), "held_out_fraction": 0.2, "max_length": 64},
-        "loss": {"ce": 0.5, "kl": 0.3, "tv": 0.2, "chunk": 7, "steps": 2},
-        "optimiser": {"lr": 1e-2, "warmup_steps": 2, "tokens_per_batch": 64, "accumulate": 1},
-        "validation": {"every_steps": 3, "prompts": 2, "max_tokens": 6, "k": 2},
-        "checkpoint": {"every_steps": 2},
-    }
-    for key, inner in values.items():
-        value[key] = value[key] | inner if isinstance(inner, dict) and isinstance(value.get(key), dict) else inner
-    path.write_text(json.dumps(value), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -17,10 +17,8 @@ import pytest
 import tiny
 import torch
 from conftest import Run
+from finetuning import jsonl, lines, recipe
 from safetensors.torch import load_file
-from test_finetune_heads import recipe as head_recipe
-from test_finetune_run import jsonl, lines
-from test_finetune_run import recipe as llama_recipe
 
 TIMEOUT = 120
 
@@ -36,8 +34,7 @@ def together(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def recipe_of(kind: str, path: Path, **values: Any) -> Path:
-    values = {"optimiser": {"accumulate": 3, "tokens_per_batch": 64}} | values
-    return llama_recipe(path, **values) if kind == "llama" else head_recipe(path, kind, **values)
+    return recipe(path, kind, **({"optimiser": {"accumulate": 3, "tokens_per_batch": 64}} | values))
 
 
 @pytest.fixture

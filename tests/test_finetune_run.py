@@ -3,81 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from conftest import Run
+from finetuning import assert_same, interrupt_after, jsonl, lines, recipe, rows
 from safetensors.torch import load_file
 from training import furthest
-
-ANSWERS = ["ABCD", "EFGH", "IJKL"]
-
-
-def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": f"r{n}",
-            "messages": [
-                {"role": "user", "content": f"{(n + seed) % 10}?"},
-                {"role": "assistant", "content": ANSWERS[(n + seed) % 3]},
-            ],
-        }
-        for n in range(count)
-    ]
-
-
-def jsonl(path: Path, values: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
-    return path
-
-
-def recipe(path: Path, **values: Any) -> Path:
-    """A recipe of eight steps over two epochs that validates and saves on the way."""
-    value = {
-        "kind": "llama",
-        "epochs": 2,
-        "data": {"train": str(jsonl(path.with_suffix(".jsonl"), rows(12))), "held_out_fraction": 0.2, "max_length": 64},
-        "draft": {"width": 16, "depth": 1, "heads": 2},
-        "loss": {"ce": 0.5, "kl": 0.3, "tv": 0.2, "chunk": 7},
-        "optimiser": {"lr": 1e-2, "warmup_steps": 2, "tokens_per_batch": 64, "accumulate": 1},
-        "validation": {"every_steps": 3, "prompts": 2, "max_tokens": 6, "k": 2},
-        "checkpoint": {"every_steps": 2},
-    }
-    for key, inner in values.items():
-        value[key] = value[key] | inner if isinstance(inner, dict) and isinstance(value.get(key), dict) else inner
-    path.write_text(json.dumps(value), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
 def target(make: Callable[..., Path]) -> Path:
     return make(tiny.llama, seed=11)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in json.loads(line).items() if key != "time"}
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-    assert (one / "config.json").read_bytes() == (other / "config.json").read_bytes()
-    ours, theirs = (json.loads((path / "specctl.json").read_text()) for path in (one, other))
-    assert ours["acceptance"] == theirs["acceptance"]
-    of_one, of_other = (lines(path.with_name(f"{path.name}.run") / "metrics.jsonl") for path in (one, other))
-    assert of_one == of_other
 
 
 def test_output_is_a_plain_directory_that_everybody_loads(
@@ -166,19 +109,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     found = recipe(place / "r.json")
     assert main(["finetune", str(found), "--target", str(target), "--output", str(place / "out")]) == 0
     return found, target, place / "out"
-
-
-def interrupt_after(metrics: Path, count: int) -> threading.Thread:
-    """Sends this process a SIGINT when so many lines are written."""
-
-    def watch() -> None:
-        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < count:
-            time.sleep(0.0005)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
 
 
 def test_interrupted_again_and_again(run: Run, tmp_path: Path, whole: tuple[Path, Path, Path]) -> None:

@@ -6,14 +6,13 @@ its cache with the one that a single pass over the same text builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny
 import tiny_mtp
 import torch
-from decoding import all_back, engine, greedy_params, model, mtp_draft, outputs
+from decoding import all_back, design, engine, greedy_params, model, mtp_draft, outputs
 from fixtures import Make
 from mtp_reference import reference
 from torch import Tensor
@@ -50,12 +49,6 @@ def plain(target: Any) -> list[list[int]]:
 
 
 # The text
-
-
-def design() -> Iterator[tuple[int, int, int, int]]:
-    """(k, batch, chunk, pages): 6 pages hold one text and a little of the next."""
-    for index, k in enumerate((0, 1, 1, 2, 3, 3, 5)):
-        yield k, (1, 3, 8)[index % 3], (512, 7, 16, 40)[index % 4], (6, 200, 9, 6, 13)[index % 5]
 
 
 @pytest.mark.parametrize(("k", "batch", "chunk", "pages"), list(design()))

@@ -9,7 +9,7 @@ differs is named by the tensor that shows it, or by the key of config.json where
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,18 +25,10 @@ from specctl.heads.vocabulary import D2T, T2D, read_ids
 from specctl.keys import Keys
 from specctl.layers import Purpose
 from specctl.models import CausalLM, CommonConfig, Weights
+from specctl.models.config import spelled
 
 # Of a model as a whole, or shown by the tensors: whatever they are, a layer is the same.
 _ELSEWHERE = ("num_layers", "max_position", "tied", "intermediate_size", "first_dense")
-_KEYS = {
-    "norm_eps": "rms_norm_eps",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "qkv_bias": "attention_bias",
-    "o_bias": "attention_bias (o_proj)",
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-}
 _NEXTN = "NextN"
 
 
@@ -224,24 +216,9 @@ def _check_config(found: Found, config: CommonConfig) -> None:
     """What no tensor shows: rotation, norms, routing, and the vocabulary where the layer has no copy of it."""
     where = str(found.checkpoint.path / "config.json")
     ours = models.read_config(found.checkpoint.config, where)
-    mine, theirs = _said(ours), _said(config)
+    mine, theirs = spelled(ours, _ELSEWHERE), spelled(config, _ELSEWHERE)
     for key, value in mine.items():
         if value != (other := theirs.get(key)):
             raise IncompatiblePair(
                 f"{where}: {key} is {value}, the target has {other}: the MTP layer is of another model"
             )
-
-
-def _said(config: CommonConfig) -> dict[str, Any]:
-    """What a config says of a layer that its tensors do not, by the keys of config.json; rotation and routing spread
-    out."""
-    found: dict[str, Any] = {}
-    for field in fields(config):
-        key, value = _KEYS.get(field.name, field.name), getattr(config, field.name)
-        if is_dataclass(value):
-            found |= {f"{key} ({name})": inner for name, inner in vars(value).items()}
-        elif field.name not in _ELSEWHERE:
-            found[key] = value
-    if config.rope.kind == "default":  # no frequency depends on the length
-        del found["rope (original_length)"]
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specctl.checkpoint import INDEX, SINGLE, Checkpoint
+from specctl.checkpoint import COMPANIONS, INDEX, SINGLE, Checkpoint
 from specctl.errors import CheckpointError
 from specctl.export.source import Draft, Engine
 from specctl.output import to_json
@@ -23,19 +23,6 @@ from specctl.shard_writer import Entry, write_shards, write_synced
 
 TOLERANCE = 1e-5
 RUN = "RUN.md"
-# What stands beside a model and says nothing about its weights.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from specctl.checkpoint import Checkpoint, dtype_of
+from specctl.checkpoint import COMPANIONS, Checkpoint, dtype_of
 from specctl.convert_mtp.facts import config_sha
 from specctl.digest import tensors_sha
 from specctl.errors import CheckpointError
@@ -26,20 +26,6 @@ from specctl.schemas.base import Provenance
 from specctl.schemas.draft import DraftFile, DraftTarget
 from specctl.schemas.recipe import Recipe
 from specctl.train.checkpoint import save_model
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,7 @@ class Result:
         config = dict(self.start.config) | {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         save_model(path, dict(self.model.named_parameters()), config, dtype, self.start.tables)
-        for name in TOKENIZER_FILES:
+        for name in COMPANIONS:
             if (self.target.path / name).is_file():
                 shutil.copyfile(self.target.path / name, path / name)
         measured: list[Measured] = []

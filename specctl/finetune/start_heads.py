@@ -7,6 +7,7 @@ its own, which begins as the target's rows. Legend: V ids that the head scores, 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -58,22 +59,19 @@ class HeadStart(Start):
     def build(self, seed: int, dtype: torch.dtype, device: torch.device, target: CausalLM | None) -> nn.Module:
         assert target is not None
         model = self._module(target)
-        rows_VD = self._target_rows()
-        first = self._random(model, seed, rows_VD) if self.source is None else self._copied(model, target)
+        first = self._random(model, seed) if self.source is None else self._copied(model, target)
         for name, tensor in first:
             owner, _, leaf = name.rpartition(".")
             # A copy: a mapped file would give way under a weight that changes.
             parameter = nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True), requires_grad=False)
             setattr(model.get_submodule(owner), leaf, parameter)
-        if isinstance(model, Mtp):
-            model.use_rows(rows_VD.to(device=device, dtype=dtype, copy=True))
         if model.ids_V is not None:
             model.ids_V = model.ids_V.to(device)
         assert not any(parameter.is_meta for parameter in model.parameters())
         return model
 
     def learner(self, model: nn.Module, checkpointing: bool, in_place: bool = True) -> HeadDrafter:
-        drafter = trainable_head(self.drafter(model), checkpointing)
+        drafter = trainable_head(self.drafter(model), checkpointing, in_place)
         drafter.attn = ChainAttention()
         return drafter
 
@@ -94,16 +92,17 @@ class HeadStart(Start):
         with torch.device("meta"):
             return self._module(ARCHITECTURES[self._target_config.model_type](self._target_config))
 
+    @abstractmethod
     def _module(self, target: CausalLM) -> HeadModule:
-        raise NotImplementedError
+        """On the meta device."""
 
-    def _random(self, model: nn.Module, seed: int, rows_VD: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Of every parameter. rows_VD: the target's output head."""
-        raise NotImplementedError
+    @abstractmethod
+    def _random(self, model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Of every parameter, but for what the target has."""
 
+    @abstractmethod
     def _copied(self, model: nn.Module, target: CausalLM) -> Iterator[tuple[str, Tensor]]:
         """Of every parameter, from the source."""
-        raise NotImplementedError
 
     @cached_property
     def _target_config(self) -> CommonConfig:
@@ -133,6 +132,12 @@ class MtpStart(HeadStart):
         vocabulary = None if self.ids_V is None else {"size": len(self.ids_V), "of": self._target_config.vocab_size}
         return Head(**(mtp.HEAD_FACTS | {"vocabulary": vocabulary}))
 
+    def build(self, seed: int, dtype: torch.dtype, device: torch.device, target: CausalLM | None) -> nn.Module:
+        model = super().build(seed, dtype, device, target)
+        assert isinstance(model, Mtp)
+        model.use_rows(self._target_rows().to(device=device, dtype=dtype, copy=True))
+        return model
+
     def drafter(self, model: nn.Module) -> HeadDrafter:
         assert isinstance(model, Mtp)
         return mtp_drafter(model)
@@ -152,7 +157,7 @@ class MtpStart(HeadStart):
             part = name.removeprefix(f"{model.prefix}.")
             yield name, weights.tensor(self.found.name(part), torch.float32)
 
-    def _random(self, model: nn.Module, seed: int, rows_VD: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _random(self, model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(model, Mtp)
         if self.layer is None:
             yield from _drawn(model, seed)
@@ -197,9 +202,9 @@ class Eagle3Start(HeadStart):
                 raise CheckpointError(f"{self.stored.where}: {fault}")
             yield name, weights.tensor(stored, torch.float32)
 
-    def _random(self, model: nn.Module, seed: int, rows_VD: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _random(self, model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _drawn(model, seed):
-            yield name, rows_VD if name == HEAD else tensor
+            yield name, self._target_rows() if name == HEAD else tensor
 
 
 def plan_mtp(draft: Draft, target: Checkpoint, ids_V: Tensor | None) -> MtpStart:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from specctl.errors import CheckpointError
@@ -52,6 +52,18 @@ FOREIGN = (
 )
 
 
+# Keys of config.json for fields that are called otherwise here.
+SPELLINGS = {
+    "norm_eps": "rms_norm_eps",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias (o_proj)",
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+}
+
+
 @dataclass(frozen=True)
 class CommonConfig:
     """What every family has. intermediate_size: of an MLP that every token goes through. head_dim: of a query."""
@@ -72,6 +84,21 @@ class CommonConfig:
     def max_length(self) -> int:
         """The longest text, in tokens, that the model can be run on."""
         return min(self.max_position, self.rope.max_length or self.max_position)
+
+
+def spelled(config: CommonConfig, leaving_out: Collection[str] = ()) -> dict[str, Any]:
+    """What a config says, by the keys of config.json, rotation and routing spread out: equal for configs of layers that
+    compute the same. leaving_out: fields of the config."""
+    found: dict[str, Any] = {}
+    for field in fields(config):
+        key, value = SPELLINGS.get(field.name, field.name), getattr(config, field.name)
+        if is_dataclass(value):
+            found |= {f"{key} ({name})": inner for name, inner in vars(value).items()}
+        elif field.name not in leaving_out:
+            found[key] = value
+    if config.rope.kind == "default":  # no frequency depends on the length
+        del found["rope (original_length)"]
+    return found
 
 
 @dataclass(frozen=True)

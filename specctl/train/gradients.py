@@ -54,24 +54,24 @@ def trainable(model: CausalLM, checkpointing: bool = False, in_place: bool = Tru
     if checkpointing:
         model.run_layer = run_again
     for parameter in model.parameters():
-        _begin(parameter)
+        _begin(parameter, in_place)
     return model
 
 
-def trainable_head(drafter: HeadDrafter, checkpointing: bool = False) -> HeadDrafter:
+def trainable_head(drafter: HeadDrafter, checkpointing: bool = False, in_place: bool = True) -> HeadDrafter:
     """The same for a head. What it has of the target's, embedding and output head, stays as it is. checkpointing: steps
     of its chain are run again for their gradients."""
     drafter.model.requires_grad_(False)
     for parameter in drafter.model.trained():
-        _begin(parameter)
+        _begin(parameter, in_place)
     if checkpointing:
         drafter.run_step = run_step_again
     return drafter
 
 
-def _begin(parameter: nn.Parameter) -> None:
+def _begin(parameter: nn.Parameter, in_place: bool) -> None:
     parameter.requires_grad_(True)
-    parameter.grad = torch.zeros_like(parameter)
+    parameter.grad = torch.zeros_like(parameter) if in_place else None
 
 
 def run_again(layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attn: AttentionBackend) -> Tensor:

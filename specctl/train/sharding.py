@@ -33,14 +33,13 @@ class Learning(nn.Module):
 
 
 class ShardedDraft:
-    """`Trainable` over a draft whose weights are spread. Gradients are made by autograd alone: those of a single
-    process that are added to in place (specctl/train/gradients.py) would not be seen."""
+    """`Trainable` over a draft whose weights are to be spread. Its gradients are autograd's alone (in_place=False in
+    specctl/train/gradients.py): those that are added to in place would not be seen."""
 
     def __init__(self, model: nn.Module, drafter: Trainable, world: World) -> None:
         self.world = world
         self.attn = drafter.attn
-        for parameter in model.parameters():
-            parameter.grad = None
+        assert all(parameter.grad is None for parameter in model.parameters())
         if isinstance(model, CausalLM):
             for layer in model.model.layers:
                 fully_shard(layer)

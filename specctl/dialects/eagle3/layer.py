@@ -7,24 +7,17 @@ spellings, since programs that know one of them take the other's absence for a t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specctl.errors import CheckpointError
 from specctl.models import ModelConfig
+from specctl.models.config import spelled
 from specctl.rope import ORIGINAL_LENGTH, RopeConfig
 
 FAMILIES = ("llama", "qwen3")
 """The families whose layer an EAGLE-3 head may have. Qwen3's has norms over queries and keys."""
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SCALED = ("linear", "dynamic", "yarn", "llama3")
-_KEYS = {
-    "norm_eps": "rms_norm_eps",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "qkv_bias": "attention_bias",
-    "o_bias": "attention_bias (o_proj)",
-}
 _ELSEWHERE = ("num_layers", "max_position", "tied")
 
 
@@ -100,17 +93,7 @@ def by_class(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def described(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What a layer is, by the keys of config.json, whichever spelling it is in: equal for layers that compute the
     same."""
-    found: dict[str, Any] = {}
-    read = ModelConfig.read(config, where)
-    for field in fields(read):
-        key, value = _KEYS.get(field.name, field.name), getattr(read, field.name)
-        if is_dataclass(value):
-            found |= {f"rope ({name})": inner for name, inner in vars(value).items()}
-        elif field.name not in _ELSEWHERE:
-            found[key] = value
-    if read.rope.kind == "default":  # no frequency depends on the length
-        del found["rope (original_length)"]
-    return found
+    return spelled(ModelConfig.read(config, where), _ELSEWHERE)
 
 
 def _line(error: Exception) -> str:

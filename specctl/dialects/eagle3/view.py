@@ -27,7 +27,7 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"  # left by old programs, computed from th
 class View:
     """reader: whose it is. taps: None where the target's number of layers is needed to tell. num_taps: that fc joins.
     norms: the four of NORMS. tensors: of the file, to the parameter they fill. dropped: tensors that are passed over.
-    stored_rows: whether lm_head's numbers are those stored. loud: why the reader does not load it at all; notes: what
+    loud: why the reader does not load it at all; notes: what
     people should know."""
 
     reader: str
