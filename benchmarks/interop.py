@@ -3,7 +3,7 @@
     python benchmarks/interop.py --vllm PYTHON_WITH_VLLM [--target DIR] [--llama DIR] [--eagle3 DIR] [--work DIR]
         [--prompts FILE.jsonl] [--count 40] [--k 3] [--only KIND ...]
 
-The target is SmolLM2-135M-Instruct as quickstart has it, the prompts are requests for e-mails that nobody trained on.
+The target is SmolLM2-135M-Instruct as quickstart has it, the prompts are requests for Python classes nobody trained on.
 Drafts that are not named are trained here, for some minutes, on the target's own answers. The MTP layer is that of a
 small DeepSeek-V3 with made-up weights and the vocabulary of the target, so that the prompts are the same. Each kind is
 run twice: with its draft, and with random numbers in the draft's matrices, as a control.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specctl.drafts.mtp import Mtp
 from specctl.output import new_directory
-from specctl.quickstart.mails import HELD_OUT, TRAINING
+from specctl.quickstart.classes import HELD_OUT, TRAINING
 from specctl.quickstart.model import small_model
 from specctl.shard_writer import Entry, write_shards
 from specctl.shards import TensorInfo

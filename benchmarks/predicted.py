@@ -2,15 +2,16 @@
 
     python benchmarks/predicted.py --target MODEL --draft DRAFT|ngram --prompts FILE[:FIELD] ... --output DIRECTORY
 
-Every other prompt is for tuning, the others are judged by. In processes of their own: `specctl profile`, `specctl
-bench --trace` on the first half and `specctl tune` on what both gave; then `specctl bench --sweep-k` on the second
-half, batch by batch. A prediction for the judged run knows its prompts' lengths, the profile and the trace: groups are
-played through step by step, prefill and the last sequences of a group included, which is what bench measures. Beside it
-stands the policy's own figure, which is for decoding at that batch alone.
+Some prompts are judged by, evenly spread over all, and the others are for tuning. In processes of their own: `specctl
+profile`, `specctl bench --trace` on the ones for tuning and `specctl tune` on what both gave; then `specctl bench
+--sweep-k` on the judged ones, batch by batch. A prediction for the judged run knows its prompts' lengths, the profile
+and the trace: groups are played through step by step, prefill and the last sequences of a group included, which is what
+bench measures. Beside it stands the policy's own figure, which is for decoding at that batch alone.
 
 Goals: median error of the speed-up at most 7 %; for every batch the chosen K loses at most 3 % against the best one, or
-cannot be told from it by the judged run's 95 % intervals; at least 2,000 tokens a cell. The best K is found in one half
-of the repeats and the loss in the other. Writes RESULT.json; exit 1 when a goal is missed.
+cannot be told from it by the judged run's 95 % intervals; at least 2,000 tokens a cell, all repeats together. The best
+K is found in one half of the repeats and the loss in the other. Writes RESULT.json; exit 1 when a goal is missed. The
+same command once more goes on where it was cut off.
 """
 
 from __future__ import annotations
@@ -47,14 +48,27 @@ PLAYS = 10
 
 
 def main() -> None:
-    args = arguments()
-    args.output.mkdir(parents=True)
-    lengths, contexts = divide(args)
-    files = measure(args, contexts)
-    result = judge(args, files, lengths)
-    (args.output / "RESULT.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = measured_and_judged(arguments())
     show(result)
     sys.exit(not all(result["reached"].values()))
+
+
+def measured_and_judged(args: argparse.Namespace) -> dict[str, Any]:
+    """RESULT.json, which is left in the directory with all that it came from."""
+    goes_on(args)
+    lengths, contexts = divide(args)
+    result = judge(args, measure(args, contexts), lengths)
+    (args.output / "RESULT.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def goes_on(args: argparse.Namespace) -> None:
+    """Make the directory, or see that what lies there was asked for in the same words."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    path, asked = args.output / "ASKED.json", json.dumps(vars(args), default=str, indent=1)
+    if path.exists() and path.read_text() != asked:
+        sys.exit(f"{args.output}: holds what another command measured; name another --output")
+    path.write_text(asked)
 
 
 def arguments() -> argparse.Namespace:
@@ -63,6 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft", default="ngram")
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE[:FIELD]")
     parser.add_argument("--count", type=int, help="of prompts in all, evenly from the files")
+    parser.add_argument("--judged", type=int, help="prompts to judge by; default: half of them")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 8])
     parser.add_argument("--k-max", type=int, default=6)
@@ -80,7 +95,7 @@ def arguments() -> argparse.Namespace:
 
 
 def divide(args: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """Write both halves of the prompts. The judged ones' lengths, and the contexts to profile: the least and the
+    """Write both sets of prompts. The judged ones' lengths, and the contexts to profile: the least and the
     greatest of the tuned ones."""
     target = open_target(args.target, ModelOptions(device="cpu"))
     files = [list(read(source, target)) for source in args.prompts]
@@ -88,9 +103,15 @@ def divide(args: argparse.Namespace) -> tuple[list[int], list[int]]:
         each = -(-args.count // len(files))
         files = [file[:: max(1, len(file) // each)][:each] for file in files]
     prompts = [prompt for file in files for prompt in file]
-    halves = {"tuned": prompts[::2], "judged": prompts[1::2]}
+    judged = args.judged or len(prompts) // 2
+    if not 0 < judged < len(prompts):
+        sys.exit(f"{len(prompts)} prompts: {judged} to judge by leave none to tune on")
+    chosen = {(2 * i + 1) * len(prompts) // (2 * judged) for i in range(judged)}
+    sets: dict[str, list[Prompt]] = {"tuned": [], "judged": []}
+    for number, prompt in enumerate(prompts):
+        sets["judged" if number in chosen else "tuned"].append(prompt)
     lengths = {}
-    for name, half in halves.items():
+    for name, half in sets.items():
         with (args.output / f"{name}.jsonl").open("w", encoding="utf-8") as out:
             out.writelines(json.dumps(line(prompt, number)) + "\n" for number, prompt in enumerate(half))
         lengths[name] = [len(target.encode(prompt)) for prompt in half]
@@ -129,21 +150,25 @@ def measure(args: argparse.Namespace, contexts: list[int]) -> Files:
     threads = [] if args.threads is None else ["--threads", args.threads]
     decode = ["--max-tokens", args.max_tokens, "--ignore-eos", *threads]
     grid = ["--batches", listed(sorted({1, *args.batches})), "--contexts", listed(contexts)]
-    specctl("profile", *pair, *grid, *threads, "--repeats", args.profile_repeats, "--output", files.profile)
+    specctl(files.profile, "profile", *pair, *grid, *threads, "--repeats", args.profile_repeats)
     tuned = ["--prompts", out / "tuned.jsonl", "--batch", max(args.batches), "--k", args.k_max, "--repeats", 1]
-    specctl("bench", *pair, *tuned, *decode, "--output", out / "TUNED.json", "--trace", files.trace)
+    specctl(out / "TUNED.json", "bench", *pair, *tuned, *decode, "--trace", files.trace)
     forget_confidences(files.trace)
     sources = ["--profile", files.profile, "--acceptance", files.trace, "--k-max", args.k_max]
-    specctl("tune", *sources, "--output", files.policy)
+    specctl(files.policy, "tune", *sources)
     for batch, report in files.reports.items():
-        sweep = ["--sweep-k", listed(range(args.k_max + 1)), "--batch", batch, "--repeats", args.repeats]
-        specctl("bench", *pair, "--prompts", out / "judged.jsonl", *sweep, *decode, "--output", report)
+        sweep = ["--sweep-k", listed(range(1, args.k_max + 1)), "--batch", batch, "--repeats", args.repeats]
+        specctl(report, "bench", *pair, "--prompts", out / "judged.jsonl", *sweep, *decode)
     return files
 
 
-def specctl(*command: object) -> None:
-    print("specctl", *command, file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", "specctl", *map(str, command)], check=True, stdout=sys.stderr)
+def specctl(output: Path, *command: object) -> None:
+    """Run a command of specctl, unless its output is there."""
+    if output.exists():
+        return
+    words = [*map(str, command), "--output", str(output)]
+    print("specctl", *words, file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "specctl", *words], check=True, stdout=sys.stderr)
 
 
 def listed(values: Iterable[int]) -> str:
@@ -279,7 +304,7 @@ def judge(args: argparse.Namespace, files: Files, lengths: list[int]) -> dict[st
         found = list(compare(world, report, lengths, batch, args.k_max))
         cells += found
         choices.append(choice(report, found, batch, policy.lookup(batch, context).k))
-    error = statistics.median(abs(cell["error"]) for cell in cells if cell["k"])
+    error = statistics.median(abs(cell["error"]) for cell in cells)
     tokens = min(cell["tokens"] for cell in cells)
     return {
         "schema": "specctl.predicted/1",
@@ -302,17 +327,17 @@ def judge(args: argparse.Namespace, files: Files, lengths: list[int]) -> dict[st
 
 
 def compare(world: World, report: Report, lengths: list[int], batch: int, k_max: int) -> Iterator[dict[str, Any]]:
-    """Predicted and measured speed-up against plain decoding. K = 0 shows the measurement's own error."""
+    """Predicted and measured speed-up against plain decoding."""
     context = statistics.mean(lengths) + world.max_tokens / 2
     plain_ms = world.milliseconds(lengths, batch, 0)
-    for k in range(k_max + 1):
-        run = next(run for run in report.runs if run.k == k and run.name != "plain")
+    for k in range(1, k_max + 1):
+        run = next(run for run in report.runs if run.k == k)
         measured = next(c for c in report.comparisons if c.run == run.name and c.against == "plain")
-        predicted = plain_ms / world.milliseconds(lengths, batch, k) if k else 1.0
+        predicted = plain_ms / world.milliseconds(lengths, batch, k)
         yield {
             "batch": batch,
             "k": k,
-            "tokens": run.tokens,
+            "tokens": run.tokens * len(run.seconds),
             "predicted": predicted,
             "decoding_alone": world.steady(batch, context, k),
             "measured": measured.speedup,
@@ -323,20 +348,28 @@ def compare(world: World, report: Report, lengths: list[int], batch: int, k_max:
 
 def choice(report: Report, cells: list[dict[str, Any]], batch: int, chosen: int) -> dict[str, Any]:
     """What the chosen K loses against the one that is best in the first half of the repeats, by the second half."""
-    seconds = {run.k: run.seconds for run in report.runs if run.name != "plain" and run.k is not None}
+    seconds = {run.k: run.seconds for run in report.runs if run.k is not None}
     half = len(next(iter(seconds.values()))) // 2
     first = {k: sum(values[:half]) for k, values in seconds.items()}
     second = {k: sum(values[half:]) for k, values in seconds.items()}
     best = min(first, key=lambda k: first[k])
     of = {cell["k"]: cell for cell in cells}
-    interval = of[chosen]["ci95"]
     return {
         "batch": batch,
         "chosen": chosen,
         "best": best,
         "regret": max(0.0, 1 - second[best] / second[chosen]),
-        "within_interval": interval is not None and interval[1] >= of[best]["measured"],
+        "within_interval": chosen == best or not told_apart(of, chosen, best),
     }
+
+
+def told_apart(of: dict[int, dict[str, Any]], chosen: int, best: int) -> bool:
+    """Whether the best is outside the chosen one's interval; against plain decoding it is the other's that counts."""
+    if chosen:
+        high = of[chosen]["ci95"] and of[chosen]["ci95"][1]
+        return high is None or high < (of[best]["measured"] if best else 1.0)
+    low = of[best]["ci95"] and of[best]["ci95"][0]
+    return low is None or low > 1.0
 
 
 def show(result: dict[str, Any]) -> None:

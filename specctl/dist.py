@@ -74,9 +74,18 @@ def in_turn(world: World, make: Callable[[], T]) -> T:
 
 def world_size() -> int:
     """As the environment says it, without joining anything. Raises UsageError for what torchrun would not say."""
-    size = os.environ.get("WORLD_SIZE", "1")
+    return _processes("WORLD_SIZE", "1")
+
+
+def local_size() -> int:
+    """Of the same processes, those on this machine."""
+    return _processes("LOCAL_WORLD_SIZE", str(world_size()))
+
+
+def _processes(name: str, default: str) -> int:
+    size = os.environ.get(name, default)
     if not size.isdecimal() or int(size) < 1:
-        raise UsageError(f"WORLD_SIZE is {size!r}, expected a number of processes; start them with torchrun")
+        raise UsageError(f"{name} is {size!r}, expected a number of processes; start them with torchrun")
     return int(size)
 
 

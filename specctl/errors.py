@@ -7,6 +7,7 @@ SpecctlError                  exit 2 unless a subclass says otherwise
 ├── RequestError              one request is wrong; knows the parameter (HTTP 400)
 ├── MissingDependency         an optional package is not installed (exit 3)
 ├── CapacityError             not enough memory, pages, disk or devices (exit 3)
+├── EngineUnreachable         a server that is to be asked does not answer (exit 3)
 └── GateFailed                a measured value missed its gate (exit 1)
 
 A message is one sentence: which file, key or tensor; what was expected; what to do.
@@ -56,6 +57,12 @@ class MissingDependency(SpecctlError):
 
 class CapacityError(SpecctlError):
     """Raised when the machine is too small: memory, KV pages, disk, devices."""
+
+    exit_code = 3
+
+
+class EngineUnreachable(SpecctlError):
+    """Raised when a running engine cannot be reached, or goes away while it is asked."""
 
     exit_code = 3
 

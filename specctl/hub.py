@@ -45,6 +45,15 @@ def hub_id(model: str) -> tuple[str, str | None]:
     return found["repo"], found["revision"]
 
 
+def identity(model: str, path: Path) -> tuple[str, str | None]:
+    """What files call a model that was found in `path`, so that it is found from anywhere: an absolute path, or a
+    repository and its commit; the revision asked for where the directory does not tell the commit."""
+    if Path(model).expanduser().is_dir():
+        return str(path.expanduser().resolve()), None
+    repo, revision = hub_id(model)
+    return repo, path.name if path.parent.name == "snapshots" else revision
+
+
 @contextmanager
 def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     """What the hub's client raises in the block, as a sentence of ours."""

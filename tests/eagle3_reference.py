@@ -31,11 +31,12 @@ class Reference:
             self.ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
     def read(self, ids: list[int]) -> Tensor:
-        """[T, D]: of the residuals that enter the tapped layers."""
+        """[T, D]: of the residuals that enter the tapped layers; with L layers, tap L is what leaves the last."""
         x, taps = self.target.tensors["model.embed_tokens.weight"][ids], dict[int, Tensor]()
         for index in range(self.target.config["num_hidden_layers"]):
             taps[index] = x
             x = self.target.decoder(f"model.layers.{index}", x)
+        taps[self.target.config["num_hidden_layers"]] = x  # what leaves the last layer
         parts = [taps[tap] for tap in self.taps]
         joined = torch.cat(parts, dim=-1)
         if self.flags.get("norm_before_fc"):

@@ -1,5 +1,5 @@
 """What an MTP layer says, worked out from the definition: dense, from the first position on, in float64, with the
-tensors by name and nothing of the code under test. For the Llama family, and DeepSeek-V3 without scaled rotation."""
+tensors by name and nothing of the code under test. For Llama, and DeepSeek-V2 and V3 without scaled rotation."""
 
 from __future__ import annotations
 
@@ -93,8 +93,7 @@ class DeepSeekReference(Reference):
     def attention(self, name: str, x: Tensor) -> Tensor:
         config = self.config
         nope, rotated, rank = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
-        low = self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x), 1e-6)
-        q = self.linear(f"{name}.q_b_proj", low).view(len(x), -1, nope + rotated).transpose(0, 1)
+        q = self.queries(name, x).view(len(x), -1, nope + rotated).transpose(0, 1)
         latent, key = self.linear(f"{name}.kv_a_proj_with_mqa", x).split([rank, rotated], dim=-1)
         kv = self.linear(f"{name}.kv_b_proj", self.norm(f"{name}.kv_a_layernorm", latent, 1e-6))
         k, v = kv.view(len(x), len(q), -1).transpose(0, 1).split([nope, config["v_head_dim"]], dim=-1)
@@ -102,6 +101,12 @@ class DeepSeekReference(Reference):
         q = torch.cat((q[..., :nope], self.rotate(q[..., nope:])), dim=-1)
         out = seen(q, torch.cat((k, shared), dim=-1), v)
         return self.linear(f"{name}.o_proj", out.transpose(0, 1).flatten(1))
+
+    def queries(self, name: str, x: Tensor) -> Tensor:
+        if self.config["q_lora_rank"] is None:
+            return self.linear(f"{name}.q_proj", x)
+        low = self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x), 1e-6)
+        return self.linear(f"{name}.q_b_proj", low)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Neighbours are pairs."""
@@ -115,19 +120,26 @@ class DeepSeekReference(Reference):
         return torch.stack([self.experts(name, row) for row in y]) + super().feed(f"{name}.shared_experts", y)
 
     def experts(self, name: str, y: Tensor) -> Tensor:
-        config, score = self.config, self.linear(f"{name}.gate", y).sigmoid()
+        chosen, weight = self.chosen(name, y)
+        out = [super(DeepSeekReference, self).feed(f"{name}.experts.{int(index)}", y) for index in chosen]
+        return (weight[:, None] * torch.stack(out)).sum(0)
+
+    def chosen(self, name: str, y: Tensor) -> tuple[Tensor, Tensor]:
+        config, gate = self.config, self.linear(f"{name}.gate", y)
+        if config["topk_method"] == "greedy":
+            best = gate.softmax(-1).topk(config["num_experts_per_tok"])
+            return best.indices, best.values * config["routed_scaling_factor"]
+        score = gate.sigmoid()
         groups = (score + self.tensors[f"{name}.gate.e_score_correction_bias"]).view(config["n_group"], -1)
         best = groups.topk(2, dim=-1).values.sum(-1).topk(config["topk_group"]).indices
         kept = torch.full_like(groups, -math.inf)
         kept[best] = groups[best]
         chosen = kept.flatten().topk(config["num_experts_per_tok"]).indices
-        weight = score[chosen] / (score[chosen].sum() + 1e-20) * config["routed_scaling_factor"]
-        out = [super(DeepSeekReference, self).feed(f"{name}.experts.{int(index)}", y) for index in chosen]
-        return (weight[:, None] * torch.stack(out)).sum(0)
+        return chosen, score[chosen] / (score[chosen].sum() + 1e-20) * config["routed_scaling_factor"]
 
 
 def reference(path: Path, mask_first: bool = False) -> Reference:
-    deep = tiny.read(path)[0]["model_type"] == "deepseek_v3"
+    deep = tiny.read(path)[0]["model_type"].startswith("deepseek")
     return (DeepSeekReference if deep else Reference)(path, mask_first)
 
 

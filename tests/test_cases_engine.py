@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from decoding import all_back, chi_square, engine, greedy, greedy_params, llama_draft, model, outputs, tokenizer
+from families import FAMILIES, Pair, tables, texts
 from fixtures import Make
 
 from specctl.drafts.llama import LlamaDrafter
@@ -23,9 +24,21 @@ P = {A: 0.5, B: 0.3, C: 0.15, D: 0.05}
 Q = {A: 0.1, B: 0.2, C: 0.3, D: 0.4}
 
 
-def constant(make: Make, row: dict[int, float]) -> Any:
-    """A model that says the same after every token."""
-    return make(tiny.table, rows=dict.fromkeys((A, B, C, D, START), row), vocab=5, tokenizer=False)
+@pytest.fixture(scope="module", params=FAMILIES[:2])
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def constant(make: Make, family: str, row: dict[int, float], draft: dict[int, float]) -> Pair:
+    """A target that says the same after every token, and so does what drafts."""
+    rows, others = (dict.fromkeys((A, B, C, D, START), each) for each in (row, draft))
+    return tables(make, family, rows, others, vocab=5)
+
+
+@pytest.fixture(scope="module")
+def random_pair(make: Make, family: str) -> Pair:
+    return texts(make, family, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +50,12 @@ def random_target(make: Make) -> Any:
 
 
 @pytest.mark.parametrize("text", ["hello", "z", "testing", "the quick brown fox."])
-def test_greedy_output_is_the_targets(make: Make, random_target: Any, text: str) -> None:
-    draft = llama_draft(make(tiny.near, of=random_target))
+def test_greedy_output_is_the_targets(random_pair: Pair, text: str) -> None:
     prompt = (tiny.BOS, *text.encode())
-    expected = greedy(random_target, prompt, 40)
+    expected = greedy(random_pair.plain, prompt, 40)
     assert len(set(expected)) > 20
     for k in (0, 1, 3, 5):
-        e = engine(model(random_target), draft, k)
+        e = engine(model(random_pair.target), random_pair.drafter(), k)
         assert outputs(e.run([(list(prompt), greedy_params(40))])) == [expected]
         rate = e.stats.speculation.acceptance_rate
         assert (rate is None) if k == 0 else (rate is not None and 0 < rate < 1)
@@ -53,10 +65,10 @@ def test_greedy_output_is_the_targets(make: Make, random_target: Any, text: str)
 # resampling from p, a rejected token emitted again
 
 
-def pooled(make: Make, draft: dict[int, float], **params: Any) -> tuple[list[int], SpeculationCounters]:
+def pooled(make: Make, family: str, draft: dict[int, float], **params: Any) -> tuple[list[int], SpeculationCounters]:
     """How often a, b, c and d come in 4,000 draws: 500 requests, seeds 0 to 499, 8 tokens, K = 3."""
-    drafter = LlamaDrafter(model(constant(make, draft)), 5)
-    e = engine(model(constant(make, P)), drafter, 3, pages=300, max_sequences=250, chunk=1000, check_pages=False)
+    pair = constant(make, family, P, draft)
+    e = engine(model(pair.target), pair.drafter(), 3, pages=300, max_sequences=250, chunk=1000, check_pages=False)
     requests = [([START], greedy_params(8, **{"temperature": 1.0, "seed": seed, **params})) for seed in range(500)]
     counts = Counter(token for text in outputs(e.run(requests)) for token in text)
     assert counts.total() == 4000
@@ -72,32 +84,46 @@ def likely(counts: list[int], p: list[float]) -> bool:
 COOL, NUCLEUS = [0.68493, 0.24658, 0.06164, 0.00685], [0.625, 0.375, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("accept", [None, Accept("exact")])
+WAYS: list[tuple[dict[int, float], dict[str, Any], list[float]]] = [
+    (Q, {"temperature": 0.5}, COOL),
+    (Q, {"top_p": 0.8}, NUCLEUS),
+    ({D: 1.0}, {}, list(P.values())),
+]
+
+
 @pytest.mark.parametrize(
-    ("draft", "params", "p"),
-    [(Q, {"temperature": 0.5}, COOL), (Q, {"top_p": 0.8}, NUCLEUS), ({D: 1.0}, {}, list(P.values()))],
+    ("of", "way", "accept"),
+    [
+        *(("llama", way, accept) for way in range(3) for accept in (None, Accept("exact"))),
+        ("deepseek_v3", 0, Accept("exact")),
+        ("deepseek_v3", 1, None),
+        ("deepseek_v2", 2, Accept("exact")),
+    ],
 )
-def test_sampled_output_follows_the_target(
-    make: Make, draft: dict[int, float], params: dict[str, Any], p: list[float], accept: Accept | None
-) -> None:
-    counts, _ = pooled(make, draft, accept=accept, **params)
+def test_sampled_output_follows_the_target(make: Make, of: str, way: int, accept: Accept | None) -> None:
+    draft, params, p = WAYS[way]
+    counts, _ = pooled(make, of, draft, accept=accept, **params)
     assert likely(counts, p)
 
 
 def test_temperature_0_says_the_likeliest(make: Make) -> None:
-    counts, _ = pooled(make, Q, temperature=0.0)
+    counts, _ = pooled(make, "llama", Q, temperature=0.0)
     assert counts == [4000, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("accept", "first", "overall"),
-    [(Accept("exact"), 0.50, 0.29), (None, 0.443, 0.242)],  # a request's own seed means coupled
+    ("of", "accept", "first", "overall"),
+    [
+        ("llama", Accept("exact"), 0.50, 0.29),
+        ("llama", None, 0.443, 0.242),  # a request's own seed means coupled
+        ("deepseek_v3", Accept("exact"), 0.50, 0.29),
+    ],
 )
 def test_acceptance_is_what_the_distributions_allow(
-    make: Make, accept: Accept | None, first: float, overall: float
+    make: Make, of: str, accept: Accept | None, first: float, overall: float
 ) -> None:
     """exact: the sum of min(p, q) at every slot. coupled: a little lower, at least (1 - TV) / (1 + TV)."""
-    counts, counters = pooled(make, Q, accept=accept)
+    counts, counters = pooled(make, of, Q, accept=accept)
     assert likely(counts, list(P.values()))
     assert counters.num_draft_tokens == 3 * counters.num_drafts > 4500
     assert counters.accepted_per_position[0] / counters.num_drafts == pytest.approx(first, abs=0.035)
@@ -107,16 +133,21 @@ def test_acceptance_is_what_the_distributions_allow(
 # EOS accepted in the middle of a block is not noticed; only the first of several EOS ids stops
 
 
+def sure(make: Make, family: str, rows: tiny.Rows) -> Pair:
+    """What drafts says what the target says."""
+    return tables(make, family, rows, rows)
+
+
 @pytest.mark.parametrize("end", [tiny.END, tiny.UNUSED])
 @pytest.mark.parametrize("k", [0, 1, 3, 6])
-def test_nothing_comes_after_an_eos_inside_a_block(make: Make, end: int, k: int) -> None:
+def test_nothing_comes_after_an_eos_inside_a_block(make: Make, family: str, end: int, k: int) -> None:
     steps = [X, 65, 66, 67, end, 90, 90]
-    path = make(tiny.table, rows={last: {following: 1.0} for last, following in pairwise(steps)})
+    pair = sure(make, family, {last: {following: 1.0} for last, following in pairwise(steps)})
     e = engine(
-        model(path),
-        LlamaDrafter(model(path), tiny.VOCAB),
+        model(pair.target),
+        pair.drafter(),
         k,
-        tokens=tokenizer(path),
+        tokens=tokenizer(pair.target),
         eos_ids=frozenset({tiny.UNUSED, tiny.END}),
     )
     [[s], [going_on]] = e.run([([X], SamplingParams(max_tokens=20)), ([X], greedy_params(20))])
@@ -129,8 +160,9 @@ def test_nothing_comes_after_an_eos_inside_a_block(make: Make, end: int, k: int)
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_every_token_has_its_logprob(make: Make, k: int) -> None:
-    e = engine(model(constant(make, P)), LlamaDrafter(model(constant(make, Q)), 5), k)
+def test_every_token_has_its_logprob(make: Make, family: str, k: int) -> None:
+    pair = constant(make, family, P, Q)
+    e = engine(model(pair.target), pair.drafter(), k)
     [[s]] = e.run([([START], greedy_params(6, logprobs=2))])
     assert s.output == [A] * 6
     assert len(s.logprobs) == 6
@@ -141,9 +173,9 @@ def test_every_token_has_its_logprob(make: Make, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_logprobs_are_cut_with_the_text_a_stop_string_cuts(make: Make, k: int) -> None:
-    path = make(tiny.table, rows=tiny.chain("xABCDEFGH"))
-    e = engine(model(path), LlamaDrafter(model(path), tiny.VOCAB), k, tokens=tokenizer(path))
+def test_logprobs_are_cut_with_the_text_a_stop_string_cuts(make: Make, family: str, k: int) -> None:
+    pair = sure(make, family, tiny.chain("xABCDEFGH"))
+    e = engine(model(pair.target), pair.drafter(), k, tokens=tokenizer(pair.target))
     [[s]] = e.run([([X], SamplingParams(max_tokens=20, stop=("C",), logprobs=2))])
     assert s.text is not None
     assert (s.text.text, len(s.output), len(s.logprobs), s.counters.emitted_tokens) == ("AB", 3, 3, 3)
@@ -180,12 +212,12 @@ def test_a_short_draft_beside_a_batch_mate_that_still_drafts(make: Make, random_
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_the_context_holds_exactly_what_it_says(make: Make, random_target: Any, k: int) -> None:
-    e = engine(model(random_target), llama_draft(make(tiny.near, of=random_target)), k)
+def test_the_context_holds_exactly_what_it_says(random_pair: Pair, k: int) -> None:
+    e = engine(model(random_pair.target), random_pair.drafter(), k)
     prompt = (tiny.BOS, *range(1, 61))
     for max_tokens in (3, 10):
         [[s]] = e.run([(list(prompt), greedy_params(max_tokens))])
-        assert (s.output, s.finish_reason) == (greedy(random_target, prompt, 3), "length")
+        assert (s.output, s.finish_reason) == (greedy(random_pair.plain, prompt, 3), "length")
     for length in (64, 80):
         with pytest.raises(RequestError, match=f"{length} tokens.*64"):
             e.add([1] * length, SamplingParams())

@@ -180,8 +180,9 @@ def test_debug_adds_the_traceback(run: Run, failing: list[BaseException], argume
     assert ran.err.endswith("Error: wrong\n")
 
 
-def test_interrupt() -> None:
-    """Ctrl-C while it waits for input: one word, 130, no traceback."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt(number: signal.Signals) -> None:
+    """Ctrl-C, or being told to end, while it waits for input: one word, 130, no traceback."""
     command = [sys.executable, "-m", "specctl", "generate", "--target", "somewhere", "--prompts", "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
@@ -190,7 +191,7 @@ def test_interrupt() -> None:
         child.stdin.flush()
         while unread(child.stdin.fileno()):  # until it has come so far as to read
             time.sleep(0.01)
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         said = child.stderr.read()
     assert (child.returncode, said) == (130, b"interrupted\n")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import families
 import pytest
-import tiny
 import tiny_eagle3
 import tiny_mtp
 import torch
@@ -21,6 +21,7 @@ from fixtures import Make
 from torch import Tensor
 
 from specctl import attention
+from specctl.attention.latent import LatentRows
 from specctl.drafts import Dense, Draft, Drafter
 from specctl.drafts.llama import LlamaDrafter
 from specctl.drafts.ngram import NgramDrafter
@@ -32,6 +33,7 @@ from specctl.sampling.batch import Drawn, SamplingBatch
 from specctl.sampling.params import Accept, SamplingParams
 
 V, START = 6, 5
+VALUE = 2  # the width of a value in a DeepSeek table
 IDS = (0, 1, 3, START)  # of a reduced vocabulary
 TARGET = {
     0: [0.50, 0.30, 0.15, 0.05, 0.00],
@@ -50,11 +52,13 @@ Counts = Counter[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """temperature, top_k, top_p and min_p of the requests; rows of the draft; how its proposals are made."""
+    """temperature, top_k, top_p and min_p of the requests; rows of the draft; how its proposals are made; the target's
+    family."""
 
     draft: str
     sampling: dict[str, Any]
     rows: Rows
+    family: str = "llama"
     k: int = 3
 
     def params(self, request: int) -> SamplingParams:
@@ -75,11 +79,16 @@ SCENARIOS = {
     "exact, mtp": Scenario("mtp", {}, GOOD),
     "exact, bad mtp": Scenario("mtp", {}, BAD),
     "exact, reduced mtp": Scenario("reduced mtp", {}, GOOD),
+    "exact, mtp of V3": Scenario("mtp", {}, GOOD, "deepseek_v3"),
+    "exact, bad mtp of V2-Lite": Scenario("mtp", {}, BAD, "deepseek_v2"),
+    "exact, reduced mtp of V3": Scenario("reduced mtp", {}, GOOD, "deepseek_v3"),
     "exact, eagle3": Scenario("eagle3", {}, GOOD),
     "exact, reduced eagle3": Scenario("reduced eagle3", {}, GOOD),
     "exact, bad reduced eagle3, cool, top-k": Scenario("reduced eagle3", {"temperature": 0.7, "top_k": 3}, BAD),
     "coupled": Scenario("sampled", {"seeded": True}, GOOD),
     "coupled, mtp": Scenario("mtp", {"seeded": True}, GOOD),
+    "coupled, mtp of V2-Lite": Scenario("mtp", {"seeded": True}, GOOD, "deepseek_v2"),
+    "coupled, bad mtp of V3": Scenario("mtp", {"seeded": True}, BAD, "deepseek_v3"),
     "coupled, reduced mtp": Scenario("reduced mtp", {"seeded": True}, GOOD),
     "coupled, reduced eagle3": Scenario("reduced eagle3", {"seeded": True}, GOOD),
     "coupled, bad draft, cool, top-k": Scenario("sampled", {"temperature": 0.7, "top_k": 3, "seeded": True}, BAD),
@@ -95,6 +104,9 @@ class NoAttention:
 
     def attend(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
         return torch.zeros_like(q_TNH)
+
+    def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
+        return rows.q_TNH.new_zeros(*rows.q_TNH.shape[:2], VALUE)
 
 
 @pytest.fixture(autouse=True)
@@ -117,20 +129,20 @@ class ArgmaxDrafter(LlamaDrafter):
         return Draft(block.token_BK, block.length, Dense(q[before]))
 
 
-def table(make: Make, rows: Rows) -> Any:
+def table(make: Make, rows: Rows, family: str = "llama") -> Any:
     full = {last: dict(enumerate(row)) for last, row in rows.items()}
-    return make(tiny.table, rows=full, vocab=V, max_position_embeddings=128, tokenizer=False)
+    return families.table(make, family, full, vocab=V, max_position_embeddings=128)
 
 
-def with_mtp(make: Make, rows: Rows) -> Any:
+def with_mtp(make: Make, rows: Rows, family: str) -> Any:
     """The target with an MTP layer that says what the rows say."""
-    return make(tiny_mtp.table, of=table(make, TARGET), draft=table(make, rows))
+    return make(tiny_mtp.table, of=table(make, TARGET, family), draft=table(make, rows, family))
 
 
 def drafter(make: Make, scenario: Scenario) -> Drafter:
     if scenario.draft == "mtp":
-        return mtp_draft(with_mtp(make, scenario.rows))
-    target = table(make, TARGET)
+        return mtp_draft(with_mtp(make, scenario.rows, scenario.family))
+    target = table(make, TARGET, scenario.family)
     if scenario.draft == "reduced mtp":
         alone = make(tiny_mtp.table, of=target)
         return mtp_draft(make(tiny_mtp.reduced, of=alone, ids=IDS), target)
@@ -150,8 +162,11 @@ def drafter(make: Make, scenario: Scenario) -> Drafter:
 
 def build(make: Make, scenario: Scenario, seed: int = 1) -> Engine:
     stop = 0.35 if scenario.draft == "confident" else None
+    target = table(make, TARGET, scenario.family)
+    if scenario.draft == "mtp":
+        target = with_mtp(make, scenario.rows, scenario.family)
     return engine(
-        model(with_mtp(make, scenario.rows) if scenario.draft == "mtp" else table(make, TARGET)),
+        model(target),
         drafter(make, scenario),
         lambda batch, context: DraftLength(scenario.k, stop),
         pages=SEQUENCES * 8,

@@ -93,6 +93,19 @@ def test_every_norm_is_where_the_definition_has_it(make: Make, target: Path, nor
     check_proposals(target, make(tiny_eagle3.head, of=target, norms=(norm,), hidden=1.0))
 
 
+@pytest.mark.parametrize(("taps", "layout"), [((2, 5, 8), "vllm"), ((8,), "speculators")])
+def test_the_last_tap_is_what_leaves_the_last_layer(
+    make: Make, target: Path, taps: tuple[int, ...], layout: Any
+) -> None:
+    """And before the last norm."""
+    head = make(tiny_eagle3.head, of=target, taps=taps, layout=layout, hidden=1.0)
+    check_proposals(target, head)
+    right, wrong = Reference(target, head), Reference(target, head)
+    wrong.taps = [*taps[:-1], 7]
+    text = list(PROMPTS[3])
+    assert not torch.allclose(right.read(text), wrong.read(text), atol=1e-3)
+
+
 def test_an_embedding_of_its_own_is_used(make: Make, target: Path, tmp_path: Path) -> None:
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0)
@@ -187,8 +200,8 @@ def test_how_many_tokens_it_drafts(make: Make, target: Path, tmp_path: Path) -> 
 
 def test_a_head_of_another_target(make: Make, target: Path) -> None:
     head = make(tiny_eagle3.head, of=target)
-    shallow = make(tiny.llama, seed=1, num_hidden_layers=5)
-    assert "reads tap 5, and the target has 5 layers" in refusal(shallow, head)
+    shallow = make(tiny.llama, seed=1, num_hidden_layers=4)
+    assert "reads tap 5, and the target has 4 layers, whose last tap is 4" in refusal(shallow, head)
     wide = make(tiny.llama, seed=1, num_hidden_layers=8, hidden_size=48, head_dim=8)
     assert "target_hidden_size is 32, the target has 48" in refusal(wide, head)
     other = make(tiny.llama, seed=1, num_hidden_layers=8, vocab_size=272)

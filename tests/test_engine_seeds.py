@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import tiny
-from decoding import engine, greedy_params, llama_draft, model, outputs
+import tiny_eagle3
+import tiny_mtp
+from decoding import eagle3_draft, engine, greedy_params, llama_draft, model, mtp_draft, outputs
 from fixtures import Make
 
 from specctl.drafts import Drafter
@@ -25,6 +27,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "all": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "frequency_penalty": 1.0},
 }
+RUNS = [
+    (0, "near", 200),
+    (1, "ngram", 10),
+    (2, "near", 200),
+    (2, "eagle3", 10),
+    (3, "near", 10),
+    (3, "mtp", 10),
+    (4, "ngram", 10),
+    (5, "near", 10),
+]  # K, draft, pages
 
 
 @pytest.fixture(scope="module", params=[tiny.llama, tiny.deepseek], ids=["llama", "deepseek"])
@@ -33,8 +45,15 @@ def target(make: Make, request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
-def drafters(make: Make, target: Any) -> dict[str, Drafter | None]:
-    return {"none": None, "near": llama_draft(make(tiny.near, of=target)), "ngram": NgramDrafter()}
+def drafters(make: Make, target: Any) -> dict[str, Drafter]:
+    layer = make(tiny_mtp.mtp, of=target, alone="deepseek")
+    head = make(tiny_eagle3.head, of=make(tiny.llama, seed=1), taps=(0, 1), ids=tiny_eagle3.IDS)
+    return {
+        "near": llama_draft(make(tiny.near, of=target)),
+        "ngram": NgramDrafter(),
+        "mtp": mtp_draft(layer, target),
+        "eagle3": eagle3_draft(head, target),
+    }
 
 
 def seeded(way: str, **more: Any) -> SamplingParams:
@@ -46,13 +65,12 @@ def texts(e: Engine, params: SamplingParams, prompts: list[list[int]] = PROMPTS)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_seeded_text_is_the_same_at_every_k(target: Any, drafters: dict[str, Drafter | None], way: str) -> None:
+def test_a_seeded_text_is_the_same_at_every_k(target: Any, drafters: dict[str, Drafter], way: str) -> None:
     """K from 0 to 5 in turn over the drafts, some with so few pages that sequences are preempted."""
     expected = texts(engine(model(target)), seeded(way))
     assert len({tuple(text) for text in expected}) == 9, "three choices of three prompts, all different"
     preemptions, accepted = 0, 0
-    for k, kind in ((0, "near"), (1, "ngram"), (2, "near"), (3, "near"), (4, "ngram"), (5, "near")):
-        pages = 200 if k in (0, 2) else 10
+    for k, kind, pages in RUNS:
         e = engine(model(target), drafters[kind], k, pages=pages, max_sequences=5, chunk=24, seed=k)
         assert texts(e, seeded(way)) == expected, f"k {k}, {kind}"
         preemptions += e.stats.preemptions
@@ -61,12 +79,15 @@ def test_a_seeded_text_is_the_same_at_every_k(target: Any, drafters: dict[str, D
     assert accepted > 0
 
 
-def test_a_seeded_text_is_the_same_alone_and_in_any_company(target: Any, drafters: dict[str, Drafter | None]) -> None:
+@pytest.mark.parametrize("kind", ["near", "mtp", "eagle3"])
+def test_a_seeded_text_is_the_same_alone_and_in_any_company(
+    target: Any, drafters: dict[str, Drafter], kind: str
+) -> None:
     params = seeded("all", n=1)
     alone = texts(engine(model(target)), params)
-    for seed in range(4):
+    for seed in range(4 if kind == "near" else 2):
         rng = random.Random(seed)
-        e = engine(model(target), drafters["near"], 3, pages=30, max_sequences=6, chunk=32, seed=seed)
+        e = engine(model(target), drafters[kind], 3, pages=30, max_sequences=6, chunk=32, seed=seed)
         requests = [(p, params) for p in PROMPTS]
         for _ in range(8):
             mate = [rng.randrange(256) for _ in range(rng.randint(1, 40))]
@@ -96,7 +117,7 @@ def test_another_seed_is_another_text(target: Any, seeds: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("accept", [None, Accept("exact")])
 def test_the_engines_seed_repeats_a_run_and_another_does_not(
-    target: Any, drafters: dict[str, Drafter | None], accept: Accept | None
+    target: Any, drafters: dict[str, Drafter], accept: Accept | None
 ) -> None:
     """Requests without a seed are told apart by their order: the same prompt twice gives two texts."""
 
@@ -110,7 +131,7 @@ def test_the_engines_seed_repeats_a_run_and_another_does_not(
     assert all(a != b for a, b in zip(first, run(6), strict=True))
 
 
-def test_an_accept_that_is_asked_for_wins_over_the_seed(target: Any, drafters: dict[str, Drafter | None]) -> None:
+def test_an_accept_that_is_asked_for_wins_over_the_seed(target: Any, drafters: dict[str, Drafter]) -> None:
     """Exact acceptance of a seeded request: repeatable, but another text than the coupled one."""
     params = seeded("plain", n=1, accept=Accept("exact"))
     runs = [texts(engine(model(target), drafters["near"], 3, seed=seed), params) for seed in (1, 2)]

@@ -16,7 +16,7 @@ import torch
 from conftest import Run
 from exporting import export, refused
 from fixtures import Make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_eagle3_layouts import LLAMA3, changed
 from torch import Tensor
 
@@ -163,3 +163,194 @@ def test_no_engine_has_mtp_layers_of_other_models(run: Run, make: Make, tmp_path
     assert "is a llama layer" in said
     assert "MTP layers of DeepSeek models" in said
     assert "a whole model with an MTP layer" in refused(run, make(tiny_mtp.mtp, of=base), tmp_path / "o", to)
+
+
+# The reader check
+
+
+def rotated(theta: float) -> dict[str, Any]:
+    return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda c: c.update(rotated(2e4)), "takes rope (theta) for 20000.0, the draft has 10000.0"),
+        (lambda c: c.update(rms_norm_eps=1e-6), "takes rms_norm_eps for 1e-06, the draft has 1e-05"),
+        (
+            lambda c: c.update(max_position_embeddings=128),
+            "takes max_position_embeddings for 128, the draft has 256",
+        ),
+        (lambda c: c.pop("num_key_value_heads"), "takes num_key_value_heads for 4, the draft has 2"),
+        (lambda c: c.update(tie_word_embeddings=True), "takes tie_word_embeddings for True, the draft has False"),
+        (lambda c: c.update(mlp_bias=True), "takes mlp_bias for True, the draft has False"),
+    ],
+)
+def test_a_model_described_wrongly_is_not_written(
+    run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any, said: str
+) -> None:
+    """Whatever the writer got wrong, and whatever a reader takes for an absent key."""
+    from specctl.export import llama
+
+    right = llama._config
+
+    def wrong(*arguments: Any) -> dict[str, Any]:
+        config = right(*arguments)
+        edit(config)
+        return config
+
+    monkeypatch.setattr(llama, "_config", wrong)
+    for to, reader in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        assert f"{reader} {said}" in refused(run, make(tiny.llama, seed=2), tmp_path / "o", to)
+
+
+def exchanged(tensors: dict[str, Tensor], one: str, other: str) -> None:
+    tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda t: t["model.norm.weight"].add_(1), "would read other numbers in tensor model.norm.weight"),
+        (
+            lambda t: exchanged(t, "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+            "would read other numbers in tensor model.layers.0.mlp.gate_proj.weight",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].bfloat16()}),
+            "would read other numbers in tensor lm_head.weight",
+        ),
+        (lambda t: t.pop("model.layers.1.input_layernorm.weight"), "model.layers.1.input_layernorm.weight"),
+    ],
+)
+def test_a_models_tensors_written_wrongly_leave_nothing(
+    run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any, said: str
+) -> None:
+    from specctl.export.job import Job
+
+    right = Job.write
+
+    def wrong(self: Job, directory: Path, progress: Any) -> None:
+        right(self, directory, progress)
+        rewrite(directory, edit)
+
+    monkeypatch.setattr(Job, "write", wrong)
+    assert said in refused(run, make(tiny.llama, seed=2), tmp_path / "o", "vllm")
+
+
+def rewrite(directory: Path, edit: Any) -> None:
+    """The one file of weights, edited."""
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda c: c.update(rope_theta=2e4), "takes rope (theta) for 20000.0, the draft has 10000.0"),
+        (lambda c: c.update(rms_norm_eps=1e-5), "takes rms_norm_eps for 1e-05, the draft has 1e-06"),
+        (
+            lambda c: c.update(max_position_embeddings=128),
+            "takes max_position_embeddings for 128, the draft has 256",
+        ),
+        (lambda c: c.update(routed_scaling_factor=1.0), "takes routing (scale) for 1.0, the draft has 2.5"),
+        (lambda c: c.update(norm_topk_prob=False), "takes routing (normalised) for False, the draft has True"),
+    ],
+)
+def test_an_mtp_layer_described_wrongly_is_not_written(
+    run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any, said: str
+) -> None:
+    def spoil(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        edit(config)
+        (directory / "config.json").write_text(json.dumps(config))
+
+    for to, reader in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        assert f"{reader} {said}" in spoilt(run, make, tmp_path, monkeypatch, spoil, to)
+
+
+def spoilt(run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, to: str) -> str:
+    """What is said of an MTP layer that was written, and then something happened to it."""
+    from specctl.export.mtp import MtpJob
+
+    alone, right = tmp_path / "alone", MtpJob.write
+    if not alone.exists():
+        assert run("convert-mtp", make(tiny_deepseek.deepseek), alone).code == 0
+
+    def wrong(self: MtpJob, directory: Path, progress: Any) -> None:
+        right(self, directory, progress)
+        spoil(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MtpJob, "write", wrong)
+        return refused(run, alone, tmp_path / "o", to)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "said"),
+    [
+        (
+            "eh_proj.weight",
+            lambda t, name: t[name].copy_(t[name].roll(160, 1)),
+            "would read other numbers in tensor NAME",
+        ),
+        ("enorm.weight", lambda t, name: t[name].add_(1), "would read other numbers in tensor NAME"),
+        (
+            "mlp.experts.3.down_proj.weight",
+            lambda t, name: t[name][5, 7].mul_(-1),
+            "would read other numbers in tensor NAME",
+        ),
+        ("hnorm.weight", lambda t, name: t.pop(name), "NAME"),
+    ],
+)
+def test_an_mtp_layers_tensors_written_wrongly_leave_nothing(
+    run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, edit: Any, said: str
+) -> None:
+    """The halves of eh_proj exchanged among them, which is what others have published."""
+    for to, number in (("vllm", 2), ("sglang", 0)):
+        whole = f"model.layers.{number}.{name}"
+        found = spoilt(run, make, tmp_path, monkeypatch, lambda d, n=whole: rewrite(d, lambda t: edit(t, n)), to)
+        assert said.replace("NAME", whole) in found
+
+
+@pytest.mark.parametrize("kind", ["llama", "mtp"])
+def test_logits_are_compared(run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Numbers and description may be right and the module that is made of them another one all the same."""
+    from specctl.export import llama, mtp
+
+    module: Any = {"llama": llama, "mtp": mtp}[kind]
+    right, calls = module._logits, []
+
+    def wrong(of: Any) -> Tensor:
+        calls.append(of)
+        found: Tensor = right(of)
+        return found + (len(calls) - 1) * 1e-4 * (1 + found.abs())
+
+    source = make(tiny.llama, seed=2)
+    if kind == "mtp":
+        source = tmp_path / "alone"
+        assert run("convert-mtp", make(tiny_deepseek.deepseek), source).code == 0
+    monkeypatch.setattr(module, "_logits", wrong)
+    said = refused(run, source, tmp_path / "o", "vllm")
+    assert "logits of the" in said
+    assert "as vLLM reads it differ by" in said
+
+
+def test_a_command_by_which_an_engine_would_draft_less(
+    run: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the number of tokens that SGLang is told without the target's own, which it counts."""
+    from specctl.export import run_md
+
+    right = run_md._sglang
+
+    def wrong(*arguments: Any) -> str:
+        return right(*arguments).replace("--speculative-num-draft-tokens 4", "--speculative-num-draft-tokens 3")
+
+    monkeypatch.setattr(run_md, "_sglang", wrong)
+    said = refused(run, make(tiny.llama, seed=2), tmp_path / "o", "sglang")
+    assert "--speculative-num-draft-tokens 3" in said
+    assert "drafts 2 tokens at a time, expected 3" in said
+    export(run, make(tiny.llama, seed=2), tmp_path / "o", "vllm")

@@ -131,9 +131,35 @@ def test_an_embedding_that_is_the_targets(run: Run, make: Make, target: Path, tm
 
 def test_a_head_of_another_target(run: Run, make: Make, target: Path, tmp_path: Path) -> None:
     source = make(tiny_eagle3.head, of=target)
-    shallow = make(tiny.llama, seed=1, num_hidden_layers=5)
+    shallow = make(tiny.llama, seed=1, num_hidden_layers=4)
     said = refused(run, source, tmp_path / "o", "vllm", "--target", shallow)
-    assert "reads tap 5, and the target has 5 layers" in said
+    assert "reads tap 5, and the target has 4 layers" in said
+
+
+def test_the_last_tap(run: Run, make: Make, target: Path, tmp_path: Path) -> None:
+    """What leaves the last layer: vLLM has it, SGLang has not, and the original taps are others."""
+    source = make(tiny_eagle3.head, of=target, taps=(2, 5, 8))
+    for to in ("vllm", "speculators"):
+        report = export(run, source, tmp_path / to, to, "--target", target)
+        assert report["checked"]["largest_difference"] == 0
+        assert Checkpoint(tmp_path / to).config[IDS_KEY] == [2, 5, 8]
+    said = refused(run, source, tmp_path / "sglang", "sglang", "--target", target)
+    assert "SGLang reads residuals where they enter a layer, and tap 8 is what leaves the last of 8" in said
+    assert "reads taps 2, 5, 8" in refused(run, source, tmp_path / "original", "original", "--target", target)
+    beyond = make(tiny_eagle3.head, of=target, taps=(2, 5, 9))
+    said = refused(run, beyond, tmp_path / "o", "vllm", "--target", target)
+    assert "reads tap 9, and the target has 8 layers" in said
+
+
+def test_ids_that_sglang_counts_otherwise_for_deepseek(run: Run, make: Make, tmp_path: Path) -> None:
+    """It adds one to them where the first is 1, and takes them as they are where it is not."""
+    of = make(tiny.deepseek, seed=1, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4)
+    like = make(tiny_eagle3.target)
+    export(run, make(tiny_eagle3.head, of=like), tmp_path / "o", "sglang", "--target", of)
+    assert Checkpoint(tmp_path / "o").config["eagle_config"][IDS_KEY] == [1, 3, 4]
+    for taps in ((1, 4, 5), (3, 4, 6)):
+        said = refused(run, make(tiny_eagle3.head, of=like, taps=taps), tmp_path / "p", "sglang", "--target", of)
+        assert f"would take taps {', '.join(map(str, taps))} for others" in said
 
 
 def test_contradictions_are_errors(run: Run, make: Make, target: Path, tmp_path: Path) -> None:

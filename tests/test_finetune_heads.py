@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_eagle3
 import tiny_mtp
 import torch
 from conftest import Run
 from finetuning import assert_same, interrupt_after, jsonl, lines, recipe, rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 KINDS = ("mtp", "eagle3")
 
@@ -214,8 +215,10 @@ def test_a_vocabulary_that_cannot_be_is_refused(run: Run, tmp_path: Path, target
         ("llama", ["--set", "loss.steps=2"], "loss.steps means nothing for a draft of kind llama"),
         ("mtp", ["--set", "draft.width=16"], "draft.width means nothing for a draft of kind mtp"),
         ("mtp", ["--set", "draft.layers=[0, 1]"], "an MTP draft has one"),
+        ("llama", ["--set", "loss.feature=1"], "loss.feature means nothing for a draft of kind llama"),
+        ("eagle3", ["--set", "loss.feature=-1"], "loss.feature is -1"),
         ("eagle3", ["--set", "draft.taps=[1, 0]"], "expected rising numbers"),
-        ("eagle3", ["--set", "draft.taps=[0, 2]"], "draft.taps names tap 2, expected below 2"),
+        ("eagle3", ["--set", "draft.taps=[0, 3]"], "draft.taps names tap 3, expected at most 2"),
         ("eagle3", ["--set", "draft.tie=true"], "draft.tie means nothing for a draft of kind eagle3"),
         ("eagle3", ["--set", "hidden={keep: false, format: float8}"], "keep is false"),
     ],
@@ -244,14 +247,65 @@ def test_a_head_begins_where_another_ended(run: Run, tmp_path: Path, target: Pat
     lengths = [each["mean_acceptance_length"] for each in validated["validation"]]
     assert lengths == pytest.approx([each["mean_acceptance_length"] for each in done["acceptance"]])
 
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_is_not_read_as_it_was_trained_is_refused(
+    run: Run, tmp_path: Path, target: Path, kind: str
+) -> None:
+    """Its last norm turned round, so that what was likeliest is what is least likely."""
+    values = {"data": {"regenerate": {"max_tokens": 8}}, "epochs": 6}
+    finetune(run, recipe(tmp_path / "a.json", kind, **values), "--target", target, "--output", tmp_path / "a")
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    (norm,) = (name for name in weights if name == "norm.weight" or name.endswith("shared_head.norm.weight"))
+    save_file(weights | {norm: -weights[norm]}, tmp_path / "a" / "model.safetensors")
     facts = json.loads((tmp_path / "a" / "specctl.json").read_text())
-    for each in facts["acceptance"]:
-        each["mean_acceptance_length"] = 2.9
+    for each in facts["acceptance"]:  # at another length than is decoded now: what counts is what both have
+        each |= {"k": 5, "accepted_per_position": [0.9, 0.8, 0.7, 0.6, 0.5], "mean_acceptance_length": 4.5}
     (tmp_path / "a" / "specctl.json").write_text(json.dumps(facts))
+    more = values | {"draft": {"init": str(tmp_path / "a")}, "epochs": None, "max_steps": 1}
+    found = recipe(tmp_path / "b.json", kind, **more, validation={"temperatures": [0.0], "k": 2})
     ran = run("finetune", found, "--target", target, "--output", tmp_path / "c")
-    if min(lengths) < 1.4:
-        assert ran.code == 2
-        assert "its specctl.json says 2.90" in ran.err
+    assert ran.code == 2
+    assert "its specctl.json says 2.70" in ran.err
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_can_be_pulled_to_those_they_stand_for(run: Run, tmp_path: Path, target: Path, kind: str) -> None:
+    """By nothing else, from kept states: the distance falls, and the rest is told all the same."""
+    found = recipe(
+        tmp_path / "r.json",
+        kind,
+        loss={"ce": 0, "kl": 0, "tv": 0, "feature": 1.0},
+        hidden={"keep": True},
+        data={"held_out_fraction": 0},
+        epochs=None,
+        max_steps=24,
+    )
+    done = finetune(run, found, "--target", target, "--output", tmp_path / "o")
+    read = lines(tmp_path / "o.run" / "metrics.jsonl")
+    assert done["loss"][-1] < 0.7 * done["loss"][0]
+    assert [line["ce"] > 0 for line in read] == [True] * 24
+    for line, loss in zip(read, done["loss"], strict=True):
+        assert line["kl"] == line["tv"] == 0
+        assert line["feature"] > 0
+        assert line["loss"] == loss
+
+
+def test_hidden_states_of_another_width_cannot(
+    run: Run, make: Callable[..., Path], tmp_path: Path, target: Path
+) -> None:
+    narrow = make(tiny.llama, hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
+    config, tensors = tiny.read(make(tiny_eagle3.head, of=narrow, taps=(0, 1), embedding=True, target_hidden_size=32))
+    tensors["fc.weight"] = torch.zeros(16, 2 * 32)
+    head = tiny.write(tmp_path / "head", config, tensors, tokenizer=False)
+    data = jsonl(tmp_path / "d.jsonl", rows(4))
+    flags = ["--kind", "eagle3", "--target", target, "--init", head, "--data", data, "--max-length", 64]
+    flags += ["--output", tmp_path / "o", "--max-steps", 1]
+    refused = run("finetune", *flags, "--set", "loss.feature=0.1")
+    assert refused.code == 2
+    assert f"those of {head} have 16 numbers and those of {target} 32" in refused.err
+    assert run("finetune", *flags).code == 0
 
 
 def test_a_layer_of_the_target_is_where_an_mtp_layer_may_begin(run: Run, tmp_path: Path, target: Path) -> None:

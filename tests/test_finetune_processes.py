@@ -46,7 +46,7 @@ def target(make: Callable[..., Path]) -> Path:
 def test_two_processes_give_the_losses_of_one(run: Run, tmp_path: Path, target: Path, kind: str) -> None:
     """Ten examples in steps of three packed rows: one process has two of them, the other one, and at the end of an
     epoch one has none."""
-    more = {"draft": {"vocab_size": 40}} if kind == "eagle3" else {}
+    more = {"draft": {"vocab_size": 40}, "loss": {"feature": 0.3}} if kind == "eagle3" else {}
     found = recipe_of(kind, tmp_path / "r.json", **more)
     alone = run("finetune", found, "--target", target, "--output", tmp_path / "alone", "--json")
     assert alone.code == 0, alone.err
@@ -63,6 +63,49 @@ def test_two_processes_give_the_losses_of_one(run: Run, tmp_path: Path, target: 
     read = [lines(tmp_path / f"{name}.run" / "metrics.jsonl") for name in ("alone", "both")]
     assert [line.get("labels") for line in read[0]] == [line.get("labels") for line in read[1]]
     assert ran.stderr.count("data: 12 rows") == 1
+
+
+def test_states_that_one_keeps_while_it_answers_are_read_by_both(run: Run, tmp_path: Path, target: Path) -> None:
+    more = {"data": {"regenerate": {"max_tokens": 12}}, "hidden": {"keep": True}, "epochs": 2}
+    found = recipe_of("eagle3", tmp_path / "r.json", **more)
+    alone = run("finetune", found, "--target", target, "--output", tmp_path / "alone", "--json")
+    assert alone.code == 0, alone.err
+    ran = together(found, "--target", target, "--output", tmp_path / "both", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["loss"] == pytest.approx(json.loads(alone.out)["loss"], abs=1e-5)
+
+
+def test_processes_that_do_not_share_a_disk_are_told(tmp_path: Path, target: Path) -> None:
+    """As on two nodes: what is one name to both is not one directory."""
+    found = recipe_of("llama", tmp_path / "r.json")
+    inner = 'exec "$0" -m specctl finetune "$1" --target "$2" --output "$3/$RANK/out"'
+    command = [*COMMAND[: COMMAND.index("--standalone") + 1], "--no-python", "bash", "-c", inner]
+    command += [sys.executable, *map(str, (found, target, tmp_path))]
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert ran.returncode
+    assert "on a disk that all nodes share" in ran.stderr
+    assert not list(tmp_path.rglob("answers.jsonl")) + list(tmp_path.rglob("step-*"))
+
+
+def test_the_plan_is_of_all_processes_of_this_machine(
+    run: Run, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = recipe_of("llama", tmp_path / "r.json")
+    plans = []
+    for size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        ran = run("finetune", found, "--target", target, "--output", tmp_path / "o", "--plan", "--json")
+        assert ran.code == 0, ran.err
+        plans.append(json.loads(ran.out)["plan"]["memory"])
+    one, two = plans
+    assert two["gradients"] == one["gradients"]
+    assert two["optimiser"] == one["optimiser"]
+    assert two["weights"] == 3 * one["weights"]  # each has a half, and all of them in a pass
+    assert two["weights to decode with"] == one["weights"]
+    assert two["activations"] == 2 * one["activations"]
+    assert two["target"] == 2 * one["target"]
 
 
 def test_what_two_processes_began_one_goes_on_with(run: Run, tmp_path: Path, target: Path) -> None:

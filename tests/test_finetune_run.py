@@ -241,6 +241,16 @@ def test_plan_tells_what_a_run_takes_and_refuses_what_does_not_fit(
     assert not (tmp_path / "out.run").exists()
 
 
+def test_what_does_not_fit_is_refused_before_the_target_answers(run: Run, tmp_path: Path, target: Path) -> None:
+    found = recipe(tmp_path / "r.json", data={"regenerate": {"max_tokens": 9}})
+    arguments = ["finetune", found, "--target", target, "--output", tmp_path / "out"]
+    huge = run(*arguments, "--set", "draft={width: 65536, depth: 200}")
+    assert huge.code == 3
+    assert "of memory (optimiser: " in huge.err
+    assert "answers" not in huge.err
+    assert not list(tmp_path.rglob("answers.jsonl"))
+
+
 def test_early_stop_by_acceptance(run: Run, tmp_path: Path, target: Path) -> None:
     """Nothing is learnt at a rate of nothing, so no validation is better than the first."""
     values = {"optimiser": {"lr": 1e-12}, "validation": {"every_steps": 1, "patience": 2}}

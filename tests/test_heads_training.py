@@ -13,6 +13,7 @@ import tiny_mtp
 import torch
 from decoding import engine, greedy_params, model
 from torch import Tensor, nn
+from torch.nn import functional as F
 from training import CPU
 
 from specctl.attention.dense import ChainAttention, DenseAttention
@@ -28,7 +29,7 @@ from specctl.models import CausalLM, ModelConfig
 from specctl.train.examples import IGNORED, Example
 from specctl.train.gradients import trainable_head, trained_parameters, zero_gradients
 from specctl.train.hidden import HiddenStates, Reads
-from specctl.train.losses import Objective
+from specctl.train.losses import METRICS, Objective
 from specctl.train.packing import Chain, packed
 
 IDS = tuple(range(1, 90, 2))
@@ -227,10 +228,10 @@ def test_gradients_are_autograds_and_the_same_when_steps_are_run_again(target: C
         drafter = learner(build(target), checkpointing)
         states = HiddenStates(target, data, Reads(drafter.taps, every_row=True))
         row = packed(data, chain, hidden=states.hidden([0, 1]))
-        loss, sums = drafter.loss(row, Objective(0.5, 0.3, 0.2, chunk=5, teacher_head=target.logits))
+        loss, sums = drafter.loss(row, Objective(0.5, 0.3, 0.2, chunk=5, teacher_head=target.logits, feature=0.4))
         loss.backward()
         found.append({name: each.grad.clone() for name, each in trained_parameters(drafter.model).items()})
-    assert sums.shape == (3, 4)
+    assert sums.shape == (3, len(METRICS))
 
     plain = build(target)
     plain.attn = ChainAttention()
@@ -241,7 +242,8 @@ def test_gradients_are_autograds_and_the_same_when_steps_are_run_again(target: C
     for step, final_TD in enumerate(plain.unroll(row)):
         for row_index in (row.label_JT[step] >= 0).nonzero()[:, 0].tolist():
             log_q = plain.model.logits(final_TD[row_index : row_index + 1])[0].log_softmax(-1)
-            log_p = target.logits(row.hidden.final_TD[row_index + 1 + step][None])[0].log_softmax(-1)
+            theirs_E = row.hidden.final_TD[row_index + 1 + step]
+            log_p = target.logits(theirs_E[None])[0].log_softmax(-1)
             label = int(row.label_JT[step, row_index])
             if ids_V is not None:
                 log_p = log_p[ids_V]
@@ -250,7 +252,8 @@ def test_gradients_are_autograds_and_the_same_when_steps_are_run_again(target: C
             p, q, mass = log_p.exp(), log_q.exp(), log_p.exp().sum()
             kl = (p * (log_p - log_q)).sum() - mass * mass.log()
             tv = 0.5 * ((p - q).abs().sum() + (1 - mass).clamp(min=0))
-            total = total + 0.7**step * (0.5 * ce + 0.3 * kl + 0.2 * tv)
+            feature = F.smooth_l1_loss(final_TD[row_index], theirs_E)
+            total = total + 0.7**step * (0.5 * ce + 0.3 * kl + 0.2 * tv + 0.4 * feature)
     total.backward()
     assert float(loss.detach()) == pytest.approx(float(total.detach()), abs=1e-10)
     for name, gradient in found[0].items():
@@ -337,14 +340,16 @@ def test_the_targets_parts_do_not_move(make: Callable[..., Path]) -> None:
     assert not any(name.startswith(("embed_tokens", "shared_head.head")) for name in names)
 
 
-@pytest.mark.parametrize("loss", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
-def test_overfitting_one_text_reaches_the_floor(target: CausalLM, loss: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    ("loss", "build"), [("ce", eagle3), ("kl", eagle3), ("tv", eagle3), ("feature", eagle3), ("feature", mtp)]
+)
+def test_overfitting_one_text_reaches_the_floor(target: CausalLM, loss: str, build: Build) -> None:
     """Of cross-entropy to a text that determines itself 0; of distances to the target with all of its vocabulary 0."""
     data = [spoken(target, "hello there", 8)]
-    drafter = learner(eagle3(target))
+    drafter = learner(build(target))
     states = HiddenStates(target, data, Reads(drafter.taps, every_row=True))
     row = packed(data, Chain(2, 1), hidden=states.hidden([0]))
-    objective = Objective(*loss, teacher_head=target.logits)
+    objective = Objective(**({"ce": 0.0} | {loss: 1.0}), teacher_head=target.logits)
     work = torch.optim.Adam(list(drafter.model.trained()), lr=5e-3)
     for step in range(300):
         for group in work.param_groups:
@@ -354,7 +359,7 @@ def test_overfitting_one_text_reaches_the_floor(target: CausalLM, loss: tuple[fl
         value.backward()
         work.step()
     count = sum(Chain(2, 1).labels(data[0]))
-    assert float(value.detach()) / count < (3e-2 if loss[2] else 2e-2)
+    assert float(value.detach()) / count < (3e-2 if loss == "tv" else 2e-2)
 
 
 def test_chunks_change_nothing(target: CausalLM) -> None:

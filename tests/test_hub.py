@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from specctl.checkpoint import Checkpoint
 from specctl.errors import CheckpointError
-from specctl.hub import locate
+from specctl.hub import identity, locate
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -71,3 +71,14 @@ def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is a file"):
         locate(str(tmp_path / "model.safetensors"))
+
+
+def test_what_files_call_a_model(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tiny.llama)
+    monkeypatch.chdir(path.parent)
+    for name in (str(path), path.name, f"./{path.name}"):
+        assert identity(name, Path(name)) == (str(path), None)
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / REVISION
+    assert identity("org/tiny", snapshot) == ("org/tiny", REVISION)
+    assert identity("org/tiny@main", snapshot) == ("org/tiny", REVISION)
+    assert identity("org/tiny@v1", tmp_path) == ("org/tiny", "v1")

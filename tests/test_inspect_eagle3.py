@@ -84,3 +84,16 @@ def test_a_reduced_mtp_layer(run: Run, make: Make, tmp_path: Path) -> None:
     assert any(f"it scores {len(IDS)} of 264 token ids" in each["what"] for each in found["problems"])
     path = changed(tmp_path / "lost", alone, lambda config, tensors: config.update(draft_vocab_size=80))
     assert "d2t is missing, and the layer has 80 of 264 token ids" in run("inspect", path).out
+
+
+def test_the_last_tap(run: Run, make: Make, target: Path, tmp_path: Path) -> None:
+    """What leaves the last layer is a tap like others, which one engine does not have."""
+    source = make(tiny_eagle3.head, of=target, taps=(2, 5, 8))
+    assert run("export", source, tmp_path / "o", "--to", "vllm", "--target", target).code == 0
+    found = inspected(run, tmp_path / "o")
+    assert found["eagle3"]["taps"] == [2, 5, 8]
+    warnings = [each["what"] for each in found["problems"] if each["severity"] == "warning"]
+    assert "SGLang has no tap 8, what leaves the last of 8 layers" in warnings
+    assert not any("vLLM" in what for what in warnings)
+    beyond = make(tiny_eagle3.head, of=target, layout="speculators", taps=(2, 5, 9))
+    assert "reads tap 9, and the target has 8 layers" in run("inspect", beyond).out

@@ -34,8 +34,14 @@ PROMPTS = [prompt(i, length) for i, length in enumerate(LENGTHS)]
 
 
 @pytest.fixture(scope="module", params=["llama", "deepseek_v3", "deepseek_v2"])
-def target(make: Make, request: pytest.FixtureRequest) -> Any:
-    return tiny_mtp.with_mtp(make, request.param)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def target(make: Make, family: str) -> Any:
+    return tiny_mtp.with_mtp(make, family)
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +72,18 @@ def test_greedy_text_is_the_plain_one(
         assert e.stats.speculation.num_drafts > 0
 
 
-def test_seeded_text_depends_on_no_draft_length(shallow: Any) -> None:
+def test_seeded_text_depends_on_no_draft_length(target: Any) -> None:
     params = [greedy_params(COUNT, temperature=0.9, seed=seed) for seed in range(len(PROMPTS))]
     requests = [(list(p), each) for p, each in zip(PROMPTS, params, strict=True)]
     texts = [
-        outputs(engine(model(shallow), mtp_draft(shallow), k, max_sequences=3, chunk=9, pages=13).run(requests))
+        outputs(engine(model(target), mtp_draft(target), k, max_sequences=3, chunk=9, pages=13).run(requests))
         for k in (0, 1, 3)
     ]
-    assert texts[0] == texts[1] == texts[2] == outputs(engine(model(shallow)).run(requests))
+    assert texts[0] == texts[1] == texts[2] == outputs(engine(model(target)).run(requests))
 
 
-def test_it_is_sometimes_right(shallow: Any) -> None:
-    e = engine(model(shallow), mtp_draft(shallow), 3)
+def test_it_is_sometimes_right(target: Any) -> None:
+    e = engine(model(target), mtp_draft(target), 3)
     e.run([(list(p), greedy_params(COUNT)) for p in PROMPTS])
     accepted = e.stats.speculation.accepted_per_position
     assert accepted[0] > accepted[1] > accepted[2] > 0
@@ -87,11 +93,19 @@ def test_it_is_sometimes_right(shallow: Any) -> None:
 # The proposals
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("llama", 2), ("deepseek_v3", 2)])
-def test_proposals_are_those_of_the_definition(make: Make, family: str, layers: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("of", "layers", "k"),
+    [
+        *(("llama", layers, k) for layers in (1, 2) for k in (1, 3)),
+        ("deepseek_v3", 2, 1),
+        ("deepseek_v3", 2, 3),
+        ("deepseek_v2", 2, 3),
+    ],
+)
+def test_proposals_are_those_of_the_definition(make: Make, of: str, layers: int, k: int) -> None:
     """Through chunks, riders, preemption and rejections, at every place of a text."""
-    target = tiny_mtp.with_mtp(make, family, layers)
+    plain = {"rope_scaling": None} if of == "deepseek_v2" else {}
+    target = tiny_mtp.with_mtp(make, of, layers, **plain)
     definition, found = reference(target), list[tuple[list[int], list[int]]]()
 
     def observe(sequences: list[Sequence], draft: Draft, scores_BMV: Tensor, verdict: Verdict) -> None:
@@ -124,8 +138,8 @@ def test_the_definition_is_told_from_its_neighbours(shallow: Any) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_the_context_limit_ends_a_text_and_nothing_else_happens(make: Make, k: int) -> None:
-    path = make(tiny_mtp.mtp, of=make(tiny.llama, seed=1, num_hidden_layers=1, max_position_embeddings=40))
+def test_the_context_limit_ends_a_text_and_nothing_else_happens(make: Make, family: str, k: int) -> None:
+    path = tiny_mtp.with_mtp(make, family, max_position_embeddings=40)
     e = engine(model(path), mtp_draft(path), k, max_sequences=3)
     found = e.run([(list(p), greedy_params(100)) for p in PROMPTS])
     assert all(len(s) == 40 and s.finish_reason == "length" for [s] in found)
@@ -133,8 +147,8 @@ def test_the_context_limit_ends_a_text_and_nothing_else_happens(make: Make, k: i
     assert all_back(e)
 
 
-def test_aborts_in_every_state(shallow: Any) -> None:
-    e = engine(model(shallow), mtp_draft(shallow), 3, pages=9, max_sequences=3, chunk=8)
+def test_aborts_in_every_state(target: Any) -> None:
+    e = engine(model(target), mtp_draft(target), 3, pages=9, max_sequences=3, chunk=8)
     ids = [e.add(list(p), SamplingParams(max_tokens=30, ignore_eos=True)) for p in PROMPTS]
     for step in range(60):
         e.step()

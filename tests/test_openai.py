@@ -229,6 +229,7 @@ ANYWHERE = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": 1}}, "stream_options"),
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),
     ({"model": "other"}, "model"),

@@ -28,10 +28,11 @@ from specctl.kv.batch import Batch, Span
 from specctl.options import ModelOptions
 from specctl.pair import open_draft, open_target
 from specctl.profile import overheads
-from specctl.profile.clockwork import time_all, timing_of
+from specctl.profile.clockwork import time_all
 from specctl.profile.grid import choose_grid
 from specctl.profile.overheads import FullBlocks, _fit, _Leftover
 from specctl.profile.passes import Passes, Place, places
+from specctl.profile.timing import timing_of, timings_of
 from specctl.sampling.batch import SamplingBatch, SequenceState
 from specctl.sampling.params import Accept, SamplingParams
 from specctl.schemas.profile import Profile, read_profile
@@ -189,6 +190,25 @@ def test_the_spread_is_the_error_of_the_median() -> None:
     medians = [np.median(np.random.default_rng(seed).normal(10, 1, 401)) for seed in range(1, 400)]
     assert found.spread == pytest.approx(float(np.std(medians)), rel=0.15)
     assert timing_of([3.0, 3.0, 3.0]).spread == 0
+
+
+def test_a_busy_machine_slows_neighbours_alike_and_is_divided_out() -> None:
+    """Every second stretch of the log takes twice as long; each pass besides has noise of its own."""
+    random, true = np.random.default_rng(0), {key: 10.0 + key for key in range(20)}
+    order = [key for _ in range(15) for key in true]
+    quiet = [true[key] * random.normal(1, 0.01) for key in order]
+    log = [(key, ms * (2 if index // 60 % 2 else 1)) for index, (key, ms) in enumerate(zip(order, quiet, strict=True))]
+    found = timings_of(log)
+    level = found[0].ms / true[0]
+    for key, ms in true.items():
+        assert found[key].ms / ms == pytest.approx(level, rel=0.02)
+        assert found[key].spread / found[key].ms < 0.02
+        assert timing_of([each for other, each in log if other == key]).spread / found[key].ms > 0.1
+
+
+def test_one_thing_alone_keeps_its_own_noise() -> None:
+    log = [("a", ms) for ms in np.random.default_rng(0).normal(10, 1, 50).tolist()]
+    assert timings_of(log)["a"] == timing_of([ms for _, ms in log])
 
 
 def test_a_full_block_is_made_up_where_nothing_is_proposed() -> None:

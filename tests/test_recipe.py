@@ -76,7 +76,7 @@ def test_a_recipe_says_all_of_itself() -> None:
         ("data.on_long=cut", "data.on_long is 'cut'"),
         ("data.held_out_fraction=1", "data.held_out_fraction is 1: input should be less than 1"),
         ("data.train=[]", "data.train"),
-        ("loss.ce=0", "ce, kl and tv are all 0; at least one has to be above"),
+        ("loss.ce=0", "ce, kl, tv and feature are all 0; at least one has to be above"),
         ("draft.width=8", "has width; a draft from scratch needs both width and depth"),
         ("draft={init: m, layers: [0]}", "has init and layers; a draft starts from one of"),
         ("draft={layers: [0], width: 8, depth: 1}", "has layers and width"),

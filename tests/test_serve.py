@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import tiny
+import tiny_mtp
 from fixtures import Make
 from serving import Launcher, Server, process, until
 
@@ -27,10 +28,14 @@ def alpha(tmp_path_factory: pytest.TempPathFactory, make: Make) -> Iterator[Serv
         yield server
 
 
-@pytest.fixture(scope="module")
-def near(launcher: Launcher, make: Make) -> Iterator[Server]:
-    target = make(tiny.llama, seed=1)
-    draft = make(tiny.near, of=target)
+@pytest.fixture(scope="module", params=["llama", "deepseek with its MTP layer"])
+def near(launcher: Launcher, make: Make, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A target with a draft that is right at times."""
+    target, draft = make(tiny.llama, seed=1), "mtp"
+    if request.param == "llama":
+        draft = str(make(tiny.near, of=target))
+    else:
+        target = tiny_mtp.with_mtp(make, "deepseek_v3")
     with launcher.serve(target, "--draft", draft, "--dtype", "float64", "--batch", 6, "--k", 3) as server:
         yield server
 

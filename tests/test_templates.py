@@ -143,9 +143,9 @@ def test_jobs_pass_a_good_pair_and_fail_a_bad_one(workplace: Path) -> None:
     assert validate[0] == validate[1]
     assert set(run_job("github-actions.yml", workplace)) == {0}
     suite = ElementTree.parse(workplace / "validation" / "junit.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("4", "0", "0")
-    assert "4 of 4 gates passed" in (workplace / "validation" / "summary.md").read_text()
-    assert "4 of 4 gates passed" in (workplace / "summary").read_text()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "0", "0")
+    assert "5 of 5 gates passed" in (workplace / "validation" / "summary.md").read_text()
+    assert "5 of 5 gates passed" in (workplace / "summary").read_text()
     write(workplace / "baseline.json", report())
     (workplace / "strict.yaml").write_text("acceptance_rate: {min: 1}\n")
     assert run_job("gitlab-ci.yml", workplace, GATES="strict.yaml", BASELINE="baseline.json") == [1]

@@ -70,6 +70,37 @@ def test_losses_and_gradients_are_autograds(ce: float, kl: float, tv: float, tem
     assert int(sums[3]) == int((logits.argmax(-1) == label).sum())
 
 
+@pytest.mark.parametrize(("ce", "kl", "feature"), [(0, 0, 1), (0.3, 0.5, 0.7)])
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_the_distance_of_hidden_states_is_the_plain_formula(ce: float, kl: float, feature: float, chunk: int) -> None:
+    """Smooth L1 with its knee at 1, averaged over a row's numbers, with weights of rows."""
+    generator = torch.Generator().manual_seed(2)
+    rows, vocab, width = 23, 31, 7
+    final, teacher, weight = (1.5 * torch.randn(rows, n, generator=generator).double() for n in (width, width, 1))
+    head, label = torch.randn(vocab, width, generator=generator).double(), torch.arange(rows)
+    weight_R = weight[:, 0].abs()
+
+    ours = final.clone().requires_grad_(), nn.Parameter(head.clone())
+    objective = Objective(ce, kl, chunk=chunk, teacher_head=lambda rows: rows @ head.T, feature=feature)
+    loss, sums = objective(Scored(ours[0], label, weight_R, teacher), OutputHead(ours[1], vocab))
+    (loss / 3).backward()
+
+    theirs = final.clone().requires_grad_(), nn.Parameter(head.clone())
+    apart = (theirs[0] - teacher).abs()
+    distance_R = torch.where(apart < 1, apart**2 / 2, apart - 0.5).sum(-1) / width
+    log_q, log_p = (theirs[0] @ theirs[1].T).log_softmax(-1), (teacher @ head.T).log_softmax(-1)
+    told_R = -ce * log_q[torch.arange(rows), label] + kl * (log_p.exp() * (log_p - log_q)).sum(-1)
+    expected = ((told_R + feature * distance_R) * weight_R).sum()
+    (expected / 3).backward()
+
+    assert bool((apart < 1).any())
+    assert bool((apart > 1).any())
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-11)
+    assert sums[METRICS.index("feature")].item() == pytest.approx(distance_R.sum().item(), abs=1e-11)
+    assert float((ours[0].grad - theirs[0].grad).abs().max()) < 1e-14
+    assert float((ours[1].grad - theirs[1].grad).abs().max()) < 1e-14
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_the_whole_model_are_autograds(make: Callable[..., Path], tied: bool, checkpointing: bool) -> None:

@@ -145,7 +145,7 @@ def table(path: Path, rows: Rows, *, vocab: int = VOCAB, dtype: torch.dtype = to
     holds log p / sqrt(width). The width is the next power of four, so that the root and the mean square are exact in
     float32 (the eps of 1e-12 is lost in rounding) and the logits are log p to the last bit but one.
     """
-    width = 4 ** math.ceil(math.log(vocab, 4))
+    width = _table_width(vocab)
     config = base_config("llama", dtype) | {
         "vocab_size": vocab,
         "hidden_size": width,
@@ -157,18 +157,67 @@ def table(path: Path, rows: Rows, *, vocab: int = VOCAB, dtype: torch.dtype = to
         "rms_norm_eps": 1e-12,
         **overrides,
     }
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes(config).items()}
+    return write(path, config, _table_tensors(shapes(config), rows, dtype))
+
+
+def deepseek_table(
+    path: Path,
+    rows: Rows,
+    *,
+    vocab: int = VOCAB,
+    model_type: str = "deepseek_v3",
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """The same as a genuine DeepSeek, whose latents and experts are all there and add zero."""
+    small = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size"), 2)
+    config = deepseek_config(model_type, dtype)
+    config |= small | {
+        "vocab_size": vocab,
+        "hidden_size": _table_width(vocab),
+        "moe_intermediate_size": 2,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": None if config["q_lora_rank"] is None else 4,
+        "kv_lora_rank": 4,
+        "rms_norm_eps": 1e-12,
+        "rope_scaling": None,
+    }
+    if model_type == "deepseek_v3":
+        config |= {"n_group": 2, "topk_group": 1}
+    config |= overrides
+    names = tiny_deepseek.shapes({"num_nextn_predict_layers": 0} | config)
+    if model_type == "deepseek_v2":
+        names = {name: shape for name, shape in names.items() if not name.endswith("correction_bias")}
+    return write(path, config, _table_tensors(names, rows, dtype))
+
+
+def _table_width(vocab: int) -> int:
+    return int(4 ** math.ceil(math.log(vocab, 4)))
+
+
+def _table_tensors(names: Mapping[str, tuple[int, ...]], rows: Rows, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All zero, but for norms, the embedding and the head."""
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in names.items()}
     for name in tensors:
         if name.endswith("norm.weight"):
             tensors[name].fill_(1.0)
+        if name.endswith("correction_bias"):
+            tensors[name] = tensors[name].float()
     tensors["model.embed_tokens.weight"].fill_diagonal_(1.0)
+    vocab, width = names["model.embed_tokens.weight"]
     log_p = torch.full((vocab, width), math.log(FLOOR), dtype=torch.float64)
     for last, row in rows.items():
         assert abs(sum(row.values()) - 1) < 1e-9, f"probabilities after {last} sum to {sum(row.values())}"
         for following, probability in row.items():
             log_p[following, last] = math.log(max(probability, FLOOR))
     tensors["lm_head.weight"] = (log_p / math.sqrt(width)).to(dtype)
-    return write(path, config, tensors)
+    return tensors
 
 
 def chain(text: str | bytes, end: int = END) -> dict[int, dict[int, float]]:

@@ -51,14 +51,14 @@ def mtp(
     return _write(path, of, config, tensors, found, alone, overrides)
 
 
-def with_mtp(make: Make, family: str, layers: int = 1) -> Path:
-    """A model with one layer, so that its MTP layer is sometimes right, or with more."""
+def with_mtp(make: Make, family: str, layers: int = 1, **config: Any) -> Path:
+    """A model with one layer, so that its MTP layer is sometimes right, or with more. config: of the model."""
     if family == "llama":
-        return make(mtp, of=make(tiny.llama, seed=1, num_hidden_layers=layers))
+        return make(mtp, of=make(tiny.llama, seed=1, num_hidden_layers=layers, **config))
     more: dict[str, Any] = {"model_type": family, "num_hidden_layers": layers, "first_k_dense_replace": 0}
     if family == "deepseek_v3":
         more["rope_scaling"] = None
-    return make(mtp, of=make(tiny.deepseek, seed=1, **more))
+    return make(mtp, of=make(tiny.deepseek, seed=1, **(more | config)))
 
 
 def reduced(path: Path, *, of: Path, ids: Sequence[int]) -> Path:

@@ -6,7 +6,7 @@ E and V are as in attention.latent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,19 @@ class _Window:
     rows: slice
     slots: slice | Tensor
     sees_QS: Tensor | None  # None: one row, which sees every slot
+    _masks: dict[tuple[int, bool, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def mask(self, heads: int, dtype: torch.dtype, *, heads_first: bool) -> Tensor | None:
+        """[heads * Q, S]: minus infinity where a row does not see a slot, else 0; of each head the rows, or of each row
+        the heads. The same for every layer, so it is made once."""
+        if self.sees_QS is None:
+            return None
+        key = heads, heads_first, dtype
+        if key not in self._masks:
+            hides_QS = torch.zeros_like(self.sees_QS, dtype=dtype).masked_fill_(~self.sees_QS, -torch.inf)
+            repeated = hides_QS.repeat(heads, 1) if heads_first else hides_QS.repeat_interleave(heads, dim=0)
+            self._masks[key] = repeated
+        return self._masks[key]
 
 
 class TorchAttention:
@@ -56,7 +69,7 @@ class TorchAttention:
         k_SGH, v_SGH = self._layer(layer)
         k_SGH.index_copy_(0, self._slot_T, k_TGH)
         v_SGH.index_copy_(0, self._slot_T, v_TGH)
-        parts = [_attend(q_TNH[w.rows], k_SGH[w.slots], v_SGH[w.slots], w.sees_QS) for w in self._windows]
+        parts = [_attend(q_TNH[w.rows], k_SGH[w.slots], v_SGH[w.slots], w) for w in self._windows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_latent(self, layer: int, rows: LatentRows) -> Tensor:
@@ -78,7 +91,8 @@ class TorchAttention:
     def _expanded(self, w: _Window, rows: LatentRows, kept_SE: Tensor) -> Tensor:
         k_SNH, v_SNV = rows.up.expand(kept_SE[w.slots])
         q_NQH, k_NSH, v_NSV = (x.transpose(0, 1)[None] for x in (rows.q_TNH[w.rows], k_SNH, v_SNV))
-        out_NQV = scaled_dot_product_attention(q_NQH, k_NSH, v_NSV, attn_mask=w.sees_QS, scale=rows.scale)
+        mask_QS = w.mask(1, q_NQH.dtype, heads_first=True)
+        out_NQV = scaled_dot_product_attention(q_NQH, k_NSH, v_NSV, attn_mask=mask_QS, scale=rows.scale)
         return out_NQV[0].transpose(0, 1)
 
     def _absorbed(self, windows: list[_Window], rows: LatentRows, kept_SE: Tensor) -> Tensor:
@@ -88,12 +102,11 @@ class TorchAttention:
             q_TNH = torch.cat([q_TNH[w.rows] for w in windows])
         q_TNE = rows.up.absorb(q_TNH)
         if len(windows) == 1:
-            out_TNE = _attend_latent(q_TNE, kept_SE[windows[0].slots], windows[0].sees_QS, rows.scale)
+            out_TNE = _attend_latent(q_TNE, kept_SE[windows[0].slots], windows[0], rows.scale)
         else:
             q_QNEs = torch.split(q_TNE, [w.rows.stop - w.rows.start for w in windows])
             parts = [
-                _attend_latent(q_QNE, kept_SE[w.slots], w.sees_QS, rows.scale)
-                for w, q_QNE in zip(windows, q_QNEs, strict=True)
+                _attend_latent(q_QNE, kept_SE[w.slots], w, rows.scale) for w, q_QNE in zip(windows, q_QNEs, strict=True)
             ]
             out_TNE = torch.cat(parts)
         return rows.up.values(out_TNE)
@@ -114,7 +127,7 @@ def _slots(pages: Tensor, page_size: int, length: int) -> slice | Tensor:
     return (pages[:, None].long() * page_size + offsets).flatten()[:length]
 
 
-def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, sees_QS: Tensor | None) -> Tensor:
+def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, window: _Window) -> Tensor:
     """Grouped-query attention of one sequence, the R heads of a group folded into rows: no key is repeated."""
     num_rows, heads, dim = q_QNH.shape
     groups = k_SGH.shape[1]
@@ -124,14 +137,14 @@ def _attend(q_QNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, sees_QS: Tensor | None)
         q_GRH = q_QNH.reshape(1, groups, per_group, dim)
         return scaled_dot_product_attention(q_GRH, k_GSH, v_GSH).view(1, heads, dim)
     q_GMH = q_QNH.reshape(num_rows, groups, per_group, dim).permute(1, 2, 0, 3).flatten(1, 2)[None]
-    mask_MS = None if sees_QS is None else sees_QS.repeat(per_group, 1)
+    mask_MS = window.mask(per_group, q_QNH.dtype, heads_first=True)
     out_GMH = scaled_dot_product_attention(q_GMH, k_GSH, v_GSH, attn_mask=mask_MS)[0]
     return out_GMH.view(groups, per_group, num_rows, dim).permute(2, 0, 1, 3).reshape(num_rows, heads, dim)
 
 
-def _attend_latent(q_QNE: Tensor, kept_SE: Tensor, sees_QS: Tensor | None, scale: float) -> Tensor:
+def _attend_latent(q_QNE: Tensor, kept_SE: Tensor, window: _Window, scale: float) -> Tensor:
     """Sums of what one sequence keeps, [Q, N, E]. To all heads it is one key and one value, so heads are rows here."""
     num_rows, heads, width = q_QNE.shape
     q_ME, kept = q_QNE.reshape(1, 1, num_rows * heads, width), kept_SE[None, None]
-    mask_MS = None if sees_QS is None else sees_QS.repeat_interleave(heads, dim=0)
+    mask_MS = window.mask(heads, q_QNE.dtype, heads_first=False)
     return scaled_dot_product_attention(q_ME, kept, kept, attn_mask=mask_MS, scale=scale).view(num_rows, heads, width)

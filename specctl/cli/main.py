@@ -9,6 +9,7 @@ import errno
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (the process's own by default) and return its exit code; errors are said on stderr."""
     state = State()
+    if arguments is None:  # a process of its own: being told to end is Ctrl-C, and leaves as little behind
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with cli.make_context("specctl", list(sys.argv[1:] if arguments is None else arguments), obj=state) as ctx:
             cli.invoke(ctx)

@@ -88,6 +88,12 @@ def model_options(function: Callable[..., Any]) -> Any:
 
 def offer_options(function: Callable[..., Any]) -> Any:
     """Options of a command that computes step times from constants; it is called with them as `offer`."""
+    engine = _option("--engine", metavar="NAME", help="Whose kernels and overheads: vllm, sglang or trtllm.")
+    return engine(placement_options(function))
+
+
+def placement_options(function: Callable[..., Any]) -> Any:
+    """The same without --engine, which the command has itself."""
     positive = click.IntRange(1, 4096)
     return _collected(
         function,
@@ -103,7 +109,6 @@ def offer_options(function: Callable[..., Any]) -> Any:
             metavar="DIR|HUB ID|mtp|eagle3",
             help="Likewise, what drafts for it; default: something that has no passes to run, like ngram.",
         ),
-        _option("--engine", metavar="NAME", help="Whose kernels and overheads: vllm, sglang or trtllm."),
         _option("--tp", type=positive, metavar="N", help="Devices that share every layer; default 1."),
         _option(
             "--ep", type=positive, metavar="N", help="Of these, over how many whole experts are spread; default 1."

@@ -11,6 +11,7 @@ from specctl.convert_mtp.source import FACTS, Source
 from specctl.digest import tensors_sha
 from specctl.errors import CheckpointError
 from specctl.heads.mtp import HEAD_FACTS
+from specctl.hub import identity
 from specctl.schemas.base import Provenance
 from specctl.schemas.draft import DraftFile, DraftTarget, Head
 
@@ -36,13 +37,15 @@ def _target(name: str, source: Source, checkpoint: Checkpoint, target: Checkpoin
     """The target given; else the source, when it is one; else what the source's own specctl.json says."""
     if target is not None:
         return DraftTarget(
-            name=str(target.path), revision=None, config_sha=config_sha(target.path), tensors_sha=digest(target.path)
+            name=str(target.path.resolve()),
+            revision=None,
+            config_sha=config_sha(target.path),
+            tensors_sha=digest(target.path),
         )
     if source.shared:
         path = checkpoint.path
-        return DraftTarget(
-            name=name, revision=source.files.revision, config_sha=config_sha(path), tensors_sha=digest(path)
-        )
+        known, revision = identity(name, source.files.path)
+        return DraftTarget(name=known, revision=revision, config_sha=config_sha(path), tensors_sha=digest(path))
     return recorded_target(checkpoint.path)
 
 

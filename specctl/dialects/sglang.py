@@ -1,4 +1,5 @@
-"""SGLang's rules for a DeepSeek MTP layer in a directory of its own, the NextN export (read in 0.5.23).
+"""SGLang's rules for a DeepSeek MTP layer in a directory of its own, the NextN export (read in the
+version that readers.py names).
 
 The layer has number 0 and config.json says num_hidden_layers 1: that is how SGLang tells an export from a target.
 There is exactly one such layer. Quantisation is that of the export's own config. Names that fit no parameter are

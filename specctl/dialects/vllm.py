@@ -1,4 +1,4 @@
-"""vLLM's rules for a DeepSeek MTP layer in a directory of its own (read in 0.33.0).
+"""vLLM's rules for a DeepSeek MTP layer in a directory of its own (read in the version that readers.py names).
 
 The layer keeps the number it has in the target. The draft is built from the *target's* config: number of layers, count
 of MTP layers and quantisation, whatever the draft's own directory says. Names outside the MTP layers are passed over

@@ -108,10 +108,10 @@ def check_fit(stored: Stored, config: Sizes) -> None:
             raise IncompatiblePair(
                 f"{stored.where}: {what} is {ours}, the target has {theirs}: the head is of another model"
             )
-    if head.taps[-1] >= config.num_layers:
+    if head.taps[-1] > config.num_layers:
         raise IncompatiblePair(
-            f"{stored.where}: reads tap {head.taps[-1]}, and the target has {config.num_layers} layers, counted from "
-            "0: the head is of another model"
+            f"{stored.where}: reads tap {head.taps[-1]}, and the target has {config.num_layers} layers, whose last tap "
+            f"is {config.num_layers}, what leaves the last of them: the head is of another model"
         )
     if not head.own_embedding and width != config.hidden_size:
         raise IncompatiblePair(

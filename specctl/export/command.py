@@ -11,7 +11,7 @@ from specctl.convert_mtp.places import locked, sweep
 from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.export import eagle3, llama, mtp
 from specctl.export.job import RUN, Job, Proof, write_facts
-from specctl.export.run_md import commands, render
+from specctl.export.run_md import check_commands, commands, render
 from specctl.export.source import Engine, open_source
 from specctl.output import new_directory
 from specctl.shard_writer import write_synced
@@ -32,6 +32,7 @@ def export(draft: str, output: Path, to: Engine, target: str | None, *, force: b
     if output.exists() and not force:
         raise UsageError(f"{output}: exists; name another output or pass --force to replace it")
     job = prepare(draft, to, target)
+    check_commands(job, output)
     for notice in job.notices:
         sys.stderr.write(f"Note: {notice}\n")
     sys.stderr.flush()

@@ -12,7 +12,7 @@ from specctl.checkpoint import Checkpoint
 from specctl.dialects import eagle3 as layouts
 from specctl.drafts.eagle3_checkpoint import Stored, check_fit, notices
 from specctl.errors import CheckpointError, IncompatiblePair
-from specctl.export.source import TargetFacts, recorded_facts
+from specctl.export.source import TargetFacts, known_target
 from specctl.models import ModelConfig, Weights
 from specctl.pair import stored_head
 from specctl.schemas.draft import recorded
@@ -55,7 +55,7 @@ def inspect_eagle3(checkpoint: Checkpoint) -> tuple[Eagle3Facts | None, list[Fin
     """Facts are None for a head that cannot be read."""
     said = recorded(checkpoint.path)
     try:
-        target = recorded_facts(checkpoint.path)
+        target = known_target(checkpoint)
         num_layers = None if target is None else target.num_layers
         found = layouts.read(checkpoint, None if said is None else said.taps, num_layers)
         told = [] if target is None else _beside(stored_head(found, num_layers), target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,9 @@ import torch
 from specctl.checkpoint import COMPANIONS, INDEX, SINGLE, Checkpoint
 from specctl.errors import CheckpointError
 from specctl.export.source import Draft, Engine
+from specctl.models import CommonConfig
+from specctl.models.config import spelled
+from specctl.models.quantised import PLAIN
 from specctl.output import to_json
 from specctl.pair import free_memory
 from specctl.schemas.base import Provenance
@@ -124,6 +127,16 @@ def _whole(checkpoint: Checkpoint, name: str) -> Iterator[torch.Tensor]:
     yield checkpoint.tensor(name)
 
 
+def compare_configs(
+    draft: str, ours: CommonConfig, theirs: CommonConfig, reader: str, leaving_out: Collection[str] = ()
+) -> None:
+    """Raises CheckpointError naming the first key that a reader takes for something else."""
+    said = spelled(theirs, leaving_out)
+    for key, value in spelled(ours, leaving_out).items():
+        if said.get(key) != value:
+            raise CheckpointError(f"{draft}: {reader} takes {key} for {said.get(key)}, the draft has {value}")
+
+
 def compare_tensors(
     source: Checkpoint, written: Checkpoint, names: Mapping[str, str], reader: str, parameters: Mapping[str, str]
 ) -> None:
@@ -134,7 +147,7 @@ def compare_tensors(
         if theirs is None:
             raise CheckpointError(f"{written.path}: {reader} fills parameter {parameter} with nothing")
         one, other = source.tensor(ours), written.tensor(theirs)
-        if one.dtype != other.dtype or one.shape != other.shape or not torch.equal(_bits(one), _bits(other)):
+        if not _same(one, other):
             raise CheckpointError(
                 f"{written.path}: {reader} would read other numbers in tensor {theirs} than in {ours}"
             )
@@ -143,6 +156,15 @@ def compare_tensors(
 def fits_twice(num_parameters: int) -> bool:
     """Whether so many numbers in float32 fit into memory beside what was made of them."""
     return 3 * 4 * num_parameters < free_memory(torch.device("cpu"))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, or number for number in a wider dtype."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype != other.dtype and {one.dtype, other.dtype} <= set(PLAIN):
+        return torch.equal(one.double(), other.double())
+    return one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ the rotation in both spellings, the dtype, whether the head is tied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from specctl.attention.dense import DenseAttention
 from specctl.checkpoint import Checkpoint
 from specctl.dialects.eagle3.layer import rotation
 from specctl.errors import CheckpointError, UsageError
-from specctl.export.job import TOLERANCE, Job, Proof, compare_tensors, copied, fits_twice
+from specctl.export.job import TOLERANCE, Job, Proof, compare_configs, compare_tensors, copied, fits_twice
 from specctl.export.source import Draft, Engine
 from specctl.export.standin import IDS, ROWS, SEED, positions
 from specctl.kv.batch import Batch, Span
@@ -58,10 +58,7 @@ class LlamaJob(Job):
         written, reader = Checkpoint(directory), ENGINES[self.to]
         theirs = read_config(written.config, str(directory / "config.json"))
         for config in (theirs, _by_class(written.config, theirs, directory)):
-            for name in (each.name for each in fields(config)):
-                one, other = getattr(self.read, name), getattr(config, name)
-                if one != other:
-                    raise CheckpointError(f"{self.source.name}: {reader} takes {name} for {other}, the draft has {one}")
+            compare_configs(self.source.name, self.read, config, reader)
         same = {name: name for name in self.names}
         compare_tensors(self.source.checkpoint, written, same, reader, same)
         if not fits_twice(sum(written.info(name).num_parameters for name in self.names)):

@@ -18,15 +18,19 @@ from specctl.dialects import MTP
 from specctl.drafts import mtp_checkpoint
 from specctl.drafts.mtp_checkpoint import Found, find_mtp
 from specctl.errors import CheckpointError, UsageError
-from specctl.export.job import TOLERANCE, Job, Proof, compare_tensors, fits_twice
+from specctl.export.job import TOLERANCE, Job, Proof, compare_configs, compare_tensors, fits_twice
 from specctl.export.source import Draft, Engine
 from specctl.export.standin import ROWS, STEPS, chain_logits, stand_in
+from specctl.fp8 import E4M3
 from specctl.heads.mtp import HEAD_FACTS, SHARED
-from specctl.models import read_config
+from specctl.heads.quantisation import Scheme
+from specctl.models import CommonConfig, read_config
+from specctl.models.quantised import IGNORED_SUFFIX as UNREAD
 from specctl.schemas.draft import FACTS, Head
 
 CPU = torch.device("cpu")
 ENGINES = ("vllm", "sglang")
+MADE_UP = ("num_layers",)  # in a NextN export's config
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,11 @@ class MtpJob(Job):
     def prove(self, directory: Path) -> Proof:
         ours, theirs = find_mtp(self.source.checkpoint), find_mtp(Checkpoint(directory))
         reader = MTP[self.to].reader
-        prefix = theirs.name("")
-        written = {name.removeprefix(prefix): name for name in theirs.checkpoint.names() if name.startswith(prefix)}
-        names = {name: ours.name(name) for name in written if ours.name(name) in ours.checkpoint}
+        compare_configs(self.source.name, _read(ours), _read(theirs), reader, MADE_UP)
+        stored, written = _parts(ours), _parts(theirs)
+        names = {name: stored[name] for name in written if name in stored}
+        if lost := sorted(stored.keys() - written.keys() - SHARED.keys()):
+            raise CheckpointError(f"{self.source.name}: {reader} would not find tensor {lost[0]}, which the draft has")
         if lacking := sorted(written.keys() - names.keys() - SHARED.keys()):
             raise CheckpointError(
                 f"{self.source.name}: {reader} would read a tensor {lacking[0]} that the draft has not"
@@ -93,17 +99,37 @@ def plan(source: Draft, to: Engine) -> MtpJob:
         )
     target = None if source.target is None else source.target.files.name
     job = convert.prepare(Wishes(str(source.path), to, target=target))
-    convert.check_planned(job)
+    try:
+        convert.check_planned(job)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_remedy(source, job)}") from None
     return MtpJob(source, to, job.config, job.entries, job.notices, job)
+
+
+def _remedy(source: Draft, job: convert.Job) -> str:
+    """For a plain layer whose reader goes by a target that is quantised; nothing is rounded without being asked."""
+    plain = not any(entry.info.dtype == E4M3 for entry in job.entries)
+    if source.target is None or not plain or Scheme.read(source.target.config, source.target.where) is None:
+        return ""
+    return (
+        f"; the target is quantised and the layer is not: specctl convert-mtp writes it in FP8 (--to {job.wishes.to} "
+        "--dtype fp8 --target), or puts it into the target and leaves it out of the quantisation (--attach-to)"
+    )
 
 
 def _logits(found: Found) -> Tensor:
     """Of a chain, from a stand-in for the target."""
-    config = read_config(_of_target(found), found.where)
+    config = _read(found)
     model = mtp_checkpoint.build(found, stand_in(config), torch.float32, CPU, "train")
     return chain_logits(model, config.vocab_size, config.max_position, config.hidden_size)
 
 
-def _of_target(found: Found) -> dict[str, Any]:
+def _read(found: Found) -> CommonConfig:
     """A NextN export's config says that there is one layer; which layer of the target it is does not matter to it."""
-    return {**found.checkpoint.config, "first_k_dense_replace": 0}
+    return read_config({**found.checkpoint.config, "first_k_dense_replace": 0}, f"{found.where}/config.json")
+
+
+def _parts(found: Found) -> dict[str, str]:
+    """The layer's tensors by their names within it, scales among them."""
+    prefix, names = found.name(""), found.checkpoint.names()
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix) and not name.endswith(UNREAD)}

@@ -5,23 +5,37 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from specctl.dialects.readers import READ
+from specctl.errors import CheckpointError
 from specctl.export.job import Job, Proof
 from specctl.schemas.draft import Acceptance
 
-# Whose rules the layouts follow.
-READ = {"vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23"}
 METHODS = {"llama": "draft_model", "mtp": "mtp", "eagle3": "eagle3"}
 ALGORITHMS = {"llama": "STANDALONE", "mtp": "NEXTN", "eagle3": "EAGLE3"}
 UNKNOWN = "TARGET"
 
 
+@dataclass(frozen=True)
+class Served:
+    """The target in a command. revision: of a hub repository, None for the newest, and for a directory."""
+
+    name: str
+    revision: str | None
+
+    @property
+    def flags(self) -> list[str]:
+        return [] if self.revision is None else ["--revision", self.revision]
+
+
 def commands(job: Job, output: Path) -> dict[str, str]:
     """By engine, the exact command."""
     said = job.source.named_target
-    target = (said.name if said is not None else None) or UNKNOWN
+    target = Served((said.name if said is not None else None) or UNKNOWN, said.revision if said is not None else None)
     draft = str(output.expanduser().resolve())
     if job.to == "speculators":
         return {"vllm": f"vllm serve {shlex.quote(draft)}"}
@@ -33,22 +47,42 @@ def commands(job: Job, output: Path) -> dict[str, str]:
     return found
 
 
-def _vllm(job: Job, target: str, draft: str) -> str:
+def _vllm(job: Job, target: Served, draft: str) -> str:
     spec: dict[str, Any] = {"method": METHODS[job.source.kind], "model": draft, "num_speculative_tokens": job.k}
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(spec))}"
+    words = ["vllm", "serve", target.name, *target.flags, "--speculative-config", json.dumps(spec)]
+    return shlex.join(words)
 
 
-def _sglang(job: Job, target: str, draft: str) -> str:
+def _sglang(job: Job, target: Served, draft: str) -> str:
     """The number of tokens counts the one that the target gives."""
     flags = {
-        "--model-path": target,
         "--speculative-algorithm": ALGORITHMS[job.source.kind],
         "--speculative-draft-model-path": draft,
         "--speculative-num-steps": str(job.k),
         "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": str(job.k + 1),
     }
-    return " ".join(["python -m sglang.launch_server", *(f"{flag} {shlex.quote(v)}" for flag, v in flags.items())])
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target.name, *target.flags]
+    return shlex.join([*words, *(word for pair in flags.items() for word in pair)])
+
+
+def check_commands(job: Job, output: Path) -> None:
+    """Raises CheckpointError for a command by which the engine would draft another number of tokens than the draft is
+    asked for."""
+    for engine, command in commands(job, output).items():
+        if (found := drafted(engine, command)) not in (None, job.k):
+            raise CheckpointError(
+                f"{job.source.name}: by {command!r} {READ[engine]} drafts {found} tokens at a time, expected {job.k}"
+            )
+
+
+def drafted(engine: str, command: str) -> int | None:
+    """How many tokens an engine drafts at a time that is started so; None where the draft's own config says it."""
+    given = dict(pairwise(shlex.split(command)))
+    if engine == "sglang":  # one token a step, and the target's own is among those it counts
+        return min(int(given["--speculative-num-steps"]), int(given["--speculative-num-draft-tokens"]) - 1)
+    spec = given.get("--speculative-config")
+    return None if spec is None else int(json.loads(spec)["num_speculative_tokens"])
 
 
 def render(job: Job, output: Path, proof: Proof) -> str:

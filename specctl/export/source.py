@@ -5,6 +5,7 @@ Of the target, config and headers are read, and the embedding where a copy is co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from specctl.convert_mtp.files import Files, find_files
 from specctl.dialects import eagle3 as layouts
 from specctl.drafts.mtp_checkpoint import is_mtp_alone
 from specctl.errors import CheckpointError, UsageError
-from specctl.hub import locate
+from specctl.hub import identity, locate
 from specctl.keys import Keys
 from specctl.models import ARCHITECTURES
 from specctl.schemas.draft import DraftFile, DraftTarget, recorded
@@ -111,7 +112,7 @@ class Draft:
         return None if self.said is None else self.said.target
 
     def k(self, of_layout: int | None = None) -> int:
-        """Drafted tokens that commands ask for: what it was trained for, where that is known."""
+        """Drafted tokens that commands ask for: the chain it was trained for, where there is one and it is known."""
         depth = None if self.said is None else self.said.depth
         return depth or of_layout or (1 if self.kind == "mtp" else DEFAULT_K)
 
@@ -119,7 +120,7 @@ class Draft:
 def open_source(name: str, target: str | None) -> Draft:
     """Raises CheckpointError for what is no draft, and for a --target that is none."""
     checkpoint = Checkpoint(locate(name))
-    facts = recorded_facts(checkpoint.path) if target is None else _target(target)
+    facts = known_target(checkpoint) if target is None else _target(target)
     return Draft(name, checkpoint, _kind(checkpoint), recorded(checkpoint.path), facts)
 
 
@@ -144,13 +145,19 @@ def _kind(checkpoint: Checkpoint) -> Kind:
 
 def _target(name: str) -> TargetFacts:
     files = find_files(name)
-    said = name if files.remote is not None else str(files.path.resolve())
-    return TargetFacts(said, files, read_json(files.path / "config.json"))
+    return TargetFacts(identity(name, files.path)[0], files, read_json(files.path / "config.json"))
 
 
-def recorded_facts(path: Path) -> TargetFacts | None:
-    """The target that specctl.json names, if it is here with the same config."""
-    said = recorded_target(path)
-    if said is None or said.name is None or not (Path(said.name) / "config.json").is_file():
-        return None
-    return _target(said.name) if config_sha(Path(said.name)) == said.config_sha else None
+def known_target(checkpoint: Checkpoint) -> TargetFacts | None:
+    """The target of a draft as far as its directory names one that is here: by specctl.json, with the same config, or
+    where that names none by a layout that names the target."""
+    said = recorded_target(checkpoint.path)
+    if said is not None and said.name is not None:
+        same = _is_here(said.name) and config_sha(Path(said.name)) == said.config_sha
+        return _target(said.name) if same else None
+    name = layouts.named_target(checkpoint.config)
+    return _target(name) if name is not None and _is_here(name) else None
+
+
+def _is_here(name: str) -> bool:
+    return os.path.isfile(os.path.join(name, "config.json"))

@@ -6,7 +6,6 @@ Legend: T rows, A taps, E the target's width, J steps of a chain, V columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -68,9 +67,3 @@ def positions(max_position: int) -> Tensor:
     if last > FAR:
         position_T[int((position_T <= FAR).sum()) - 1] = FAR
     return position_T
-
-
-def largest_difference(make: tuple[Callable[[], Tensor], Callable[[], Tensor]]) -> float:
-    """Between what two functions give, one after the other, so that only one of the modules is in memory."""
-    first = make[0]()
-    return float((first - make[1]()).abs().max())

@@ -11,7 +11,7 @@ from specctl.finetune.start import Start
 from specctl.finetune.start_heads import plan_eagle3, plan_mtp
 from specctl.finetune.start_llama import plan_llama
 from specctl.finetune.vocabulary import DraftVocabulary, choose
-from specctl.models import read_config
+from specctl.models import CommonConfig, read_config
 from specctl.schemas.recipe import Recipe
 from specctl.text.tokenizer import Tokenizer, eos_ids
 
@@ -26,7 +26,10 @@ def plan_start(recipe: Recipe, target: Checkpoint, tokenizer: Tokenizer | None, 
         return plan_llama(recipe.draft, target, tokenizer)
     vocabulary = draft_vocabulary(recipe, target, tokenizer, data)
     ids_V = None if vocabulary is None else vocabulary.ids_V
-    return (plan_mtp if recipe.kind == "mtp" else plan_eagle3)(recipe.draft, target, ids_V)
+    start = (plan_mtp if recipe.kind == "mtp" else plan_eagle3)(recipe.draft, target, ids_V)
+    if recipe.loss.feature > 0:
+        _check_width(recipe, start.skeleton().width, _config(target).hidden_size)
+    return start
 
 
 def draft_vocabulary(
@@ -35,7 +38,7 @@ def draft_vocabulary(
     """The tokens that the draft can say; None when these are all of the target's."""
     if recipe.draft.init is not None:  # it has one of its own
         return None
-    size, rows = recipe.draft.vocab_size, read_config(target.config, str(target.path / "config.json")).vocab_size
+    size, rows = recipe.draft.vocab_size, _config(target).vocab_size
     if size is None or size == rows:
         return None
     if size > rows:
@@ -43,6 +46,18 @@ def draft_vocabulary(
     ends = eos_ids(target.config, target.generation_config, None if tokenizer is None else tokenizer.eos_id)
     added = () if tokenizer is None else tokenizer.added_ids
     return choose([] if data is None else data.train, size, rows, _within(ends, rows), _within(added, rows))
+
+
+def _config(target: Checkpoint) -> CommonConfig:
+    return read_config(target.config, str(target.path / "config.json"))
+
+
+def _check_width(recipe: Recipe, width: int, target: int) -> None:
+    if width != target:
+        raise UsageError(
+            f"loss.feature compares hidden states number by number, those of {recipe.draft.init} have {width} numbers "
+            f"and those of {recipe.target} {target}; leave it out"
+        )
 
 
 def _within(ids: Collection[int], rows: int) -> list[int]:

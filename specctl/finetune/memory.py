@@ -43,12 +43,25 @@ def of_head(recipe: Recipe, draft: HeadModule, target: CommonConfig, rows: int, 
     inner, heads = target.intermediate_size, target.num_heads * target.head_dim
     row = 12 * width + 6 * heads + 4 * inner
     kept = width + 2 * heads if recipe.optimiser.checkpointing else row
-    hidden = (1 + len(draft.taps)) * rows * target.hidden_size * size
+    # What the target left, and of what losses compare with it a copy for every step.
+    copies = steps if recipe.loss.kl > 0 or recipe.loss.tv > 0 or recipe.loss.feature > 0 else 0
+    hidden = (1 + len(draft.taps) + copies) * rows * target.hidden_size * size
     return {
         **_states(weights, trained),
         "activations": (steps * kept + 2 * row) * rows * size + hidden,
         "logits": _logits(recipe, columns, target.vocab_size, width, min(recipe.loss.chunk, rows), size),
     }
+
+
+def spread(parts: dict[str, int], size: int, here: int) -> dict[str, int]:
+    """The parts of one process where `size` of them train together, `here` of which take from the same memory: each
+    keeps its share of what is trained, and all weights of what it is in the middle of; one has them all once more, to
+    decode with."""
+    if size == 1:
+        return parts
+    shared = parts | {name: -(-parts[name] // size) for name in ("gradients", "optimiser")}
+    shared["weights"] += -(-parts["weights"] // size)
+    return {name: here * part for name, part in shared.items()} | {"weights to decode with": parts["weights"]}
 
 
 def _states(weights: int, trained: int) -> dict[str, int]:

@@ -8,38 +8,20 @@ Legend: J steps of the chain, T rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specctl.attention.dense import ChainAttention
-from specctl.drafts import Draft
 from specctl.drafts.head import HeadDrafter
-from specctl.engine.engine import Engine
-from specctl.engine.sequence import Sequence as Text
-from specctl.engine.verify import Verdict
+from specctl.finetune.blocks import Blocks
 from specctl.models import CausalLM
 from specctl.train.examples import Example
 from specctl.train.hidden import HiddenStates, Reads
 from specctl.train.packing import Chain, packed
 
 ALLOWED = 0.02  # of the blocks: near-ties between tokens that are as good as equal
-
-
-@dataclass
-class Blocks:
-    """Notes where an engine's blocks began, and how many of their tokens were accepted."""
-
-    found: list[tuple[Text, int, int, int]] = field(default_factory=list)
-
-    def watch(self, engine: Engine) -> None:
-        engine.observer = self._note
-
-    def _note(self, texts: list[Text], draft: Draft, scores_BMV: Tensor, verdict: Verdict) -> None:
-        for text, length, accepted in zip(texts, draft.length, verdict.num_accepted_B.tolist(), strict=True):
-            if length:
-                self.found.append((text, len(text), length, accepted))
 
 
 @dataclass(frozen=True)
@@ -73,17 +55,17 @@ class Parity:
 @torch.no_grad()
 def compare(target: CausalLM, drafter: HeadDrafter, blocks: Blocks, k: int) -> Parity:
     """drafter: a fresh one over the weights in question; its attention is set here. At T = 0 only."""
-    texts = {id(text): text for text, *_ in blocks.found}
+    texts = {id(block.text): block.text for block in blocks.found}
     examples = [Example.of("", text.tokens(0, len(text)), [(1, len(text))]) for text in texts.values()]
     states = HiddenStates(target, examples, Reads(drafter.taps, every_row=True))
     drafter.attn = ChainAttention()
     right = {key: _right(drafter, states, index, k) for index, key in enumerate(texts)}
     drafted, accepted, found = [0] * k, [0] * k, [0] * k
-    for text, start, length, count in blocks.found:
-        for step in range(min(length, len(text) - start)):
+    for block in blocks.found:
+        for step in range(min(block.length, len(block.text) - block.start)):
             drafted[step] += 1
-            accepted[step] += count > step
-            found[step] += bool(right[id(text)][: step + 1, start - 2].all())
+            accepted[step] += block.accepted > step
+            found[step] += bool(right[id(block.text)][: step + 1, block.start - 2].all())
     return Parity(drafted, accepted, found)
 
 

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from specctl.checkpoint import Checkpoint
+from specctl.dist import local_size, world_size
 from specctl.errors import CapacityError
 from specctl.finetune.data import DataSet
 from specctl.finetune.kinds import plan_start
-from specctl.finetune.memory import GIB, anonymous
+from specctl.finetune.memory import GIB, anonymous, spread
 from specctl.finetune.options import RunOptions
 from specctl.finetune.start import Start
 from specctl.hub import locate
@@ -157,6 +158,7 @@ def make_plan(recipe: Recipe, options: RunOptions, data: DataSet, start: Start, 
     target_bytes = _resident(target) * target_dtype.itemsize if wanted else 0
     held = anonymous() if device.type == "cpu" else 0
     memory = {"process": min(base, held), "target": target_bytes, **start.memory(recipe, load.largest, dtype)}
+    memory = spread(memory, world_size(), local_size() if device.type == "cpu" else 1)
     states = kept_states(recipe, start, data, load.epochs, target, target_dtype)
     disk = _disk(recipe, data, skeleton, states)
     place = Path(recipe.output or ".").expanduser().resolve()

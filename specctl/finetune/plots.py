@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 # Told apart by every kind of eye (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-NAMES = {"ce": "cross-entropy", "kl": "KL to the target", "tv": "total variation"}
+NAMES = {
+    "ce": "cross-entropy",
+    "kl": "KL to the target",
+    "tv": "total variation",
+    "feature": "distance of hidden states",
+}
 
 Lines = Sequence[Mapping[str, Any]]
 

@@ -20,6 +20,8 @@ from specctl.digest import tensors_sha
 from specctl.errors import CheckpointError
 from specctl.finetune.start import Start
 from specctl.finetune.validation import Measured, Validator
+from specctl.heads.mtp import BIAS_LEAF
+from specctl.hub import identity
 from specctl.output import write_json
 from specctl.pair import open_draft
 from specctl.schemas.base import Provenance
@@ -45,7 +47,10 @@ class Result:
         dtype = dtype_of(self.start.config, str(self.target.path / "config.json"))
         config = dict(self.start.config) | {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
-        save_model(path, dict(self.model.named_parameters()), config, dtype, self.start.tables)
+        weights, kept = dict(self.model.named_parameters()), dict(self.start.tables)
+        for name in [name for name in weights if name.endswith(BIAS_LEAF)]:  # choices hang on it: it is not narrowed
+            kept[name] = weights.pop(name).detach().float()
+        save_model(path, weights, config, dtype, kept)
         for name in COMPANIONS:
             if (self.target.path / name).is_file():
                 shutil.copyfile(self.target.path / name, path / name)
@@ -58,13 +63,14 @@ class Result:
 
     def _facts(self, measured: Sequence[Measured]) -> Mapping[str, Any]:
         provenance = Provenance.here(self.device, self.threads)
+        name, revision = identity(self.recipe.target, self.target.path)
         facts = DraftFile(
             provenance=provenance,
             kind=self.recipe.kind,
             head=self.start.head,
             target=DraftTarget(
-                name=self.recipe.target,
-                revision=None,
+                name=name,
+                revision=revision,
                 config_sha=config_sha(self.target.path),
                 tensors_sha=target_identity(self.target),
             ),

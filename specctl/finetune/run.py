@@ -5,6 +5,7 @@ Here the parts are put together; what happens then is specctl/finetune/session.p
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
@@ -25,6 +26,7 @@ from specctl.finetune.kinds import draft_vocabulary, plan_start
 from specctl.finetune.memory import anonymous
 from specctl.finetune.options import RunOptions
 from specctl.finetune.plan import chain_of, make_feed, make_plan, needs_states, training_dtype
+from specctl.finetune.plan import plan as foresee
 from specctl.finetune.regenerate import Regenerator
 from specctl.finetune.result import target_identity
 from specctl.finetune.session import Session, TrainingResult, Work
@@ -42,7 +44,7 @@ from specctl.train.optimiser import Optimiser, Schedule
 from specctl.train.sharding import ShardedDraft
 
 Say = Callable[[str], None]
-LOSSES = ("ce", "kl", "tv", "temperature", "chunk")  # keys of a recipe's loss that are the objective's
+LOSSES = ("ce", "kl", "tv", "feature", "temperature", "chunk")  # keys of a recipe's loss that are the objective's
 
 
 def run(recipe: Recipe, options: RunOptions, say: Say, world: World = ALONE) -> TrainingResult | None:
@@ -57,12 +59,33 @@ def run(recipe: Recipe, options: RunOptions, say: Say, world: World = ALONE) -> 
     begun = workspace.begin(resume=options.resume, force=options.force) if world.leads else nullcontext()
     with begun:
         world.wait()  # until the place is ready
+        _see_that_all_share(workspace.path, world)
         work = _prepare(recipe, options, workspace, say, world)
         interrupts = Interrupts(world)
         with interrupts.caught(say):
             session = Session(work, interrupts, say)
             session.train()
         return session.write(force=options.force)
+
+
+def _see_that_all_share(directory: Path, world: World) -> None:
+    """Answers, states and checkpoints are found by others than who made them. Raises UsageError in all processes where
+    one does not see what another has written."""
+    if world.size == 1:
+        return
+    mark = directory / ".shared"
+    token = world.tell(secrets.token_hex(8))
+    if world.leads:
+        mark.write_text(token, encoding="utf-8")
+    world.wait()
+    apart = not mark.is_file() or mark.read_text(encoding="utf-8") != token
+    apart = world.any(apart)
+    if world.leads:
+        mark.unlink()
+    if apart:
+        raise UsageError(
+            f"{directory}: is not the same directory to all processes; name an --output on a disk that all nodes share"
+        )
 
 
 def _silent(sentence: str) -> None:
@@ -94,14 +117,10 @@ def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say
     models = _Models(recipe, options)
     base = anonymous()
     start = plan_start(recipe, models.checkpoint, models.tokenizer, None)  # what is wrong is said before the work
+    if recipe.data.regenerate is not None and not options.resume:
+        foresee(recipe, options, load_examples(recipe, models.tokenizer))  # so is what would not fit
     states = States(recipe, start, workspace.hidden, models.identity, say) if needs_states(recipe) else None
-    regenerator = None
-    if recipe.data.regenerate is not None:
-        harvest = None if states is None else states.harvest(models.target)
-        regenerator = Regenerator(
-            models.target, recipe.data.regenerate, workspace.answers, models.identity, recipe.seed, say, harvest
-        )
-    data = in_turn(world, lambda: load_examples(recipe, models.tokenizer, regenerator, say))
+    data = in_turn(world, lambda: _load(recipe, models, states, workspace, say, world))
     start = plan_start(recipe, models.checkpoint, models.tokenizer, data)
     plan = make_plan(recipe, options, data, start, models.checkpoint, base)
     plan.check()
@@ -133,6 +152,18 @@ def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say
         identity=_identity(recipe, options, data, start, models.identity),
         config=start.config | {"dtype": str(training_dtype(options)).removeprefix("torch.")},
     )
+
+
+def _load(
+    recipe: Recipe, models: _Models, states: States | None, workspace: Workspace, say: Say, world: World
+) -> DataSet:
+    """The data, answered by the target if that is asked for. The process that answers keeps its states on the way."""
+    settings = recipe.data.regenerate
+    if settings is None:
+        return load_examples(recipe, models.tokenizer, say=say)
+    harvest = states.harvest(models.target) if states is not None and world.leads else None
+    answer = Regenerator(models.target, settings, workspace.answers, models.identity, recipe.seed, say, harvest)
+    return load_examples(recipe, models.tokenizer, answer, say)
 
 
 def _trainer(

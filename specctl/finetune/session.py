@@ -57,10 +57,7 @@ class TrainingResult:
             ("output", str(self.output)),
             ("steps", f"{len(self.losses)}{steps}"),
             *((("weights", f"of step {self.best_step}"),) if self.best_step is not None else ()),
-            *(
-                (f"T = {each.temperature:g}, K = {each.k}", f"mean acceptance length {each.length:.3f} (bonus counted)")
-                for each in self.acceptance
-            ),
+            *(row for each in self.acceptance for row in each.rows),
         ]
 
     def as_dict(self) -> dict[str, Any]:

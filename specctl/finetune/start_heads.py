@@ -30,6 +30,7 @@ from specctl.finetune.memory import of_head
 from specctl.finetune.start import Start
 from specctl.heads import mtp
 from specctl.heads.eagle3 import Eagle3Head, original_taps
+from specctl.heads.quantisation import KEY, OTHER_KEYS
 from specctl.heads.vocabulary import D2T, T2D, members, offsets
 from specctl.hub import locate
 from specctl.models import ARCHITECTURES, CausalLM, CommonConfig, ModelConfig, Weights, read_config
@@ -215,12 +216,9 @@ def plan_mtp(draft: Draft, target: Checkpoint, ids_V: Tensor | None) -> MtpStart
     layer = None if draft.layers is None else draft.layers[0]
     if layer is not None and layer >= config.num_layers:
         raise UsageError(f"draft.layers names layer {layer}, {target.path} has {config.num_layers}, counted from 0")
-    written = deepcopy(target.config) | {"num_nextn_predict_layers": 1}
-    if ids_V is not None:
-        written["draft_vocab_size"] = len(ids_V)
     begin = "random weights" if layer is None else f"layer {layer} of the target"
     words = f"an MTP layer, {begin}{_of(ids_V, config.vocab_size)}"
-    return MtpStart(words, written, None, config.vocab_size, target, ids_V, layer)
+    return MtpStart(words, _mtp_config(target, ids_V), None, config.vocab_size, target, ids_V, layer)
 
 
 def _mtp_from(draft: Draft, target: Checkpoint, config: CommonConfig) -> MtpStart:
@@ -229,11 +227,16 @@ def _mtp_from(draft: Draft, target: Checkpoint, config: CommonConfig) -> MtpStar
     found = find_mtp(checkpoint)
     ids_V = None if checkpoint.path == target.path else read_vocabulary(checkpoint)
     _check_own_vocabulary(draft, ids_V, config.vocab_size)
-    written = deepcopy(target.config) | {"num_nextn_predict_layers": 1}
-    if ids_V is not None:
-        written["draft_vocab_size"] = len(ids_V)
     words = f"the MTP layer of {draft.init}{_of(ids_V, config.vocab_size)}"
+    written = _mtp_config(target, ids_V)
     return MtpStart(words, written, checkpoint, config.vocab_size, target, ids_V, None, found)
+
+
+def _mtp_config(target: Checkpoint, ids_V: Tensor | None) -> dict[str, Any]:
+    """config.json of the layer: the target's, but for its quantisation, which the layer does not have."""
+    kept = {key: deepcopy(value) for key, value in target.config.items() if key not in (KEY, *OTHER_KEYS)}
+    reduced = {} if ids_V is None else {"draft_vocab_size": len(ids_V)}
+    return kept | {"num_nextn_predict_layers": 1} | reduced
 
 
 def _check_own_vocabulary(draft: Draft, ids_V: Tensor | None, vocab_size: int) -> None:
@@ -253,9 +256,10 @@ def plan_eagle3(draft: Draft, target: Checkpoint, ids_V: Tensor | None) -> Eagle
     if draft.init is not None:
         return _eagle3_from(draft, target, config)
     taps = tuple(draft.taps) if draft.taps is not None else default_taps(config.num_layers)
-    if max(taps) >= config.num_layers:
+    if max(taps) > config.num_layers:
         raise UsageError(
-            f"draft.taps names tap {max(taps)}, expected below {config.num_layers}: tap k is what enters layer k"
+            f"draft.taps names tap {max(taps)}, expected at most {config.num_layers}: tap k is what enters layer k, "
+            "and the last one what leaves the last layer"
         )
     description = Eagle3Head(
         taps=taps,

@@ -20,8 +20,9 @@ FUSE, INPUT_NORM = "fc.weight", "input_norm.weight"
 
 @dataclass(frozen=True)
 class Eagle3Head:
-    """taps: tap k is the residual entering layer k of the target. layer: the decoder layer's config, as a Llama's
-    config.json says it, with everything that a reader would have to fill in said.
+    """taps: tap k is the residual entering layer k of the target; with L layers, tap L is what leaves the last of them,
+    before the last norm. layer: the decoder layer's config, as a Llama's config.json says it, with everything that a
+    reader would have to fill in said.
 
     norm_before_residual: the residual is the hidden state after hidden_norm, not before. norm_before_fc: one norm over
     all taps side by side, before fc; fc_norm: one norm for each of them. norm_output: what is fed back is what went to

@@ -54,6 +54,9 @@ FOREIGN = (
 
 # Keys of config.json for fields that are called otherwise here.
 SPELLINGS = {
+    "num_layers": "num_hidden_layers",
+    "max_position": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 
 from specctl.bench.clock import now
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds. spread: one standard error of the median."""
-
-    ms: float
-    spread: float
-
-
-def timing_of(milliseconds: list[float]) -> Timing:
-    """The median, and its standard error from the quartiles as for normally distributed repeats: deviation = quartile
-    range / 1.349, error of the median = sqrt(pi / 2) deviation / sqrt(n)."""
-    low, median, high = np.percentile(milliseconds, [25, 50, 75])
-    deviation = (high - low) / 1.349
-    return Timing(float(median), float(math.sqrt(math.pi / 2) * deviation / math.sqrt(len(milliseconds))))
+from specctl.profile.timing import Key, Timing, rounds, time_left, timings_of
 
 
 @torch.inference_mode()
@@ -38,16 +17,12 @@ def time_all(
     """Every run once to warm up, then `repeats` rounds of all of them, each round begun further on in their order."""
     for run in runs.values():
         run()
-    milliseconds: dict[Key, list[float]] = {key: [] for key in runs}
-    order = list(runs)
+    log: list[tuple[Key, float]] = []
     begin = now(device)
-    for number in range(repeats):
-        first = number * len(order) // repeats
-        for key in order[first:] + order[:first]:
+    for number, order in enumerate(rounds(list(runs), repeats)):
+        for key in order:
             start = now(device)
             runs[key]()
-            milliseconds[key].append(1000 * (now(device) - start))
-        seconds = now(device) - begin
-        left = seconds / (number + 1) * (repeats - number - 1)
-        progress(f"round {number + 1} of {repeats} after {seconds:.0f} s, about {left:.0f} s to go")
-    return {key: timing_of(values) for key, values in milliseconds.items()}
+            log.append((key, 1000 * (now(device) - start)))
+        progress(time_left(number, repeats, now(device) - begin))
+    return timings_of(log)

@@ -30,9 +30,13 @@ class Grid:
 
 
 def choose_grid(
-    target: Target, draft: OpenedDraft | None, batches: tuple[int, ...], contexts: tuple[int, ...] | None
+    target: Target,
+    draft: OpenedDraft | None,
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...] | None,
+    usual: tuple[int, ...] = CONTEXTS,
 ) -> Grid:
-    """The grid asked for. contexts None: those of CONTEXTS that the model can hold, half of what it holds if none.
+    """The grid asked for. contexts None: those of `usual` that the model can hold, half of what it holds if none.
 
     Raises UsageError for what is named twice or longer than the model's context, CapacityError when the largest cell
     does not fit into memory.
@@ -46,7 +50,7 @@ def choose_grid(
     if holds < 1:
         raise UsageError(f"{target.name}: a context of {target.max_length} tokens is too short to be profiled")
     if contexts is None:
-        contexts = tuple(c for c in CONTEXTS if c <= holds) or (max(1, holds // 2),)
+        contexts = tuple(c for c in usual if c <= holds) or (max(1, holds // 2),)
     for flag, values in (("--batches", batches), ("--contexts", contexts)):
         if len(set(values)) < len(values):
             raise UsageError(f"{flag} {','.join(map(str, values))}: names one twice")

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from specctl.errors import UsageError
 from specctl.schemas.profile import Profile, StepCell
 
 DIGITS = 6
 NOTES = """\
 v: a step that verifies K tokens, c: a draft step, u: the draft's pass after a block; all in plain steps of their row.
 Spread: of the plain step, one standard error."""
+
+
+WHOLE_NOTES = """\
+Milliseconds of a step that drafts and verifies K tokens, the draft and the engine in it, and of one standard error.
+*: not measured; its class is in the file."""
+
+
+def check_name(output: Path) -> None:
+    """Before anything is measured."""
+    if output.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--output {output}: expected a name that ends in .yaml")
 
 
 def as_yaml(value: dict[str, Any]) -> str:
@@ -21,6 +34,8 @@ def as_yaml(value: dict[str, Any]) -> str:
 
 def table(profile: Profile) -> str:
     """What steps cost at every batch and context, and what the engine adds."""
+    if profile.whole_steps:
+        return whole_table(profile)
     widest = max(cell.q for cell in profile.steps)
     rows = [["batch", "context", "plain ms", "spread", *(f"v K={q - 1}" for q in range(2, widest + 1)), "c", "u"]]
     target = {cell.place: cell for cell in profile.steps}
@@ -35,6 +50,23 @@ def table(profile: Profile) -> str:
     over = profile.overheads_ms
     said = f"engine: {over.base:.2f} ms a plain step, {over.spec:.2f} a step that drafts"
     return f"{aligned(rows)}\n\n{said}, {over.per_draft_step:.2f} more a draft step\n\n{NOTES}\n"
+
+
+def whole_table(profile: Profile) -> str:
+    """What steps cost where some were measured."""
+    widths = sorted({cell.q for cell in profile.steps})
+    cells = {cell.place: cell for cell in profile.steps}
+    rows = [["batch", "context", *(f"K={q - 1}" for q in widths)]]
+    for batch, context in sorted({(c.batch, c.context) for c in profile.steps if c.source == "measured"}):
+        shown = [_whole(cells.get((batch, q, context))) for q in widths]
+        rows.append([str(batch), str(context), *shown])
+    return f"{aligned(rows)}\n\n{WHOLE_NOTES}\n"
+
+
+def _whole(cell: StepCell | None) -> str:
+    if cell is None:
+        return ""
+    return f"{cell.ms:.2f} +- {cell.spread:.2f}" if cell.source == "measured" else f"{cell.ms:.2f}*"
 
 
 def aligned(rows: list[list[str]]) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import specctl
 from specctl.digest import tensors_sha
 from specctl.pair import OpenedDraft, Target, identify
-from specctl.profile.clockwork import Timing, time_all
+from specctl.profile.clockwork import time_all
 from specctl.profile.grid import Grid
 from specctl.profile.overheads import measure_overheads
 from specctl.profile.passes import Kind, Passes, Place, places
+from specctl.profile.same import Identity
+from specctl.profile.timing import Timing
 from specctl.schemas.base import Provenance
 from specctl.schemas.profile import (
     SCHEMA,
@@ -24,6 +26,8 @@ from specctl.schemas.profile import (
     StepCell,
     TargetCell,
 )
+
+ENGINE = "specctl"
 
 
 def measure(
@@ -46,8 +50,8 @@ def measure(
         schema=SCHEMA,
         provenance=provenance,
         hardware=Hardware(name=provenance.device, threads=target.num_threads, devices=1, nodes=1),
-        engine=Serving(name="specctl", version=specctl.__version__, attention=attention, cuda_graphs=False),
-        model=_identity(target),
+        engine=Serving(name=ENGINE, version=specctl.__version__, attention=attention, cuda_graphs=False),
+        model=_model(target),
         drafter=None if draft is None else identify(target, draft)[1],
         steps=[TargetCell(**_cell(place, timing)) for place, timing in _of("steps", timings)],
         draft=[StepCell(**_cell(place, timing)) for place, timing in _of("draft", timings)],
@@ -57,7 +61,13 @@ def measure(
     )
 
 
-def _identity(target: Target) -> Measured:
+def identity(target: Target, draft: OpenedDraft | None) -> Identity:
+    """What is measured, before it is."""
+    hardware = Provenance.here(str(target.device), target.num_threads).device
+    return Identity(hardware, ENGINE, _model(target), None if draft is None else identify(target, draft)[1])
+
+
+def _model(target: Target) -> Measured:
     return Measured(
         name=target.name,
         config_sha=hashlib.sha256((target.checkpoint.path / "config.json").read_bytes()).hexdigest(),

@@ -17,7 +17,7 @@ from specctl.errors import RequestError, UsageError
 from specctl.options import DecodingOptions
 from specctl.pair import Target, build_engine
 from specctl.prompts import Prompt, read_prompts
-from specctl.quickstart.mails import HELD_OUT
+from specctl.quickstart.classes import HELD_OUT
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
@@ -26,7 +26,7 @@ TOGETHER = 16
 """Answers that the trial decodes at once, and the training's answers are decoded in."""
 
 LONGEST = 48
-"""Tokens of an answer, where the user names no other number: most of an e-mail's first paragraph."""
+"""Tokens of an answer, where the user names no other number: most of a short class."""
 
 # What is trained, at most and at least: fewer answers teach nothing about others.
 MOST_ANSWERS, LEAST_ANSWERS, EPOCHS = 384, 96, 4
@@ -34,9 +34,9 @@ TRAINING_SHARE = 0.47  # of the time there is, answers and training together
 TUNING_SHARE = 0.15  # profile, tuning and gates
 
 # In plain tokens. What drafts is taken to win nothing; transformers takes about twice as long on a CPU. A token that is
-# trained on: forward and backward pass and the optimiser's step of a draft of two narrow layers, mostly its head. Every
+# trained on: forward and backward pass and the optimiser's step of a head, for the three steps of its chain. Every
 # run is warmed up and the passes are timed as well, whatever the number of prompts.
-COST_OF_DRAFTING, COST_OF_TRANSFORMERS, COST_OF_TRAINING, FIXED_TOKENS = 1.0, 1.9, 0.013, 250
+COST_OF_DRAFTING, COST_OF_TRANSFORMERS, COST_OF_TRAINING, FIXED_TOKENS = 1.0, 1.9, 0.016, 250
 MANY_REPEATS = 3
 
 
@@ -80,7 +80,7 @@ class Plan:
 
 def held_out_prompts(target: Target, max_tokens: int) -> list[Prompt]:
     """What is measured on in the narrow domain."""
-    return fitting(HELD_OUT.prompts("mail"), target, max_tokens)
+    return fitting(HELD_OUT.prompts("class"), target, max_tokens)
 
 
 def general_prompts(target: Target, max_tokens: int) -> list[Prompt]:

@@ -20,7 +20,7 @@ from specctl.output import new_directory, to_json
 from specctl.pair import OpenedDraft, Target, free_memory, open_draft, open_target
 from specctl.prompts import Prompt
 from specctl.quickstart import plan as planning
-from specctl.quickstart.mails import TRAINING, VALIDATION
+from specctl.quickstart.classes import TRAINING, VALIDATION
 from specctl.quickstart.model import NAME, small_model
 from specctl.quickstart.page import Commands, Facts, Findings, Measured, page
 from specctl.quickstart.plan import Pace, Plan, Training
@@ -144,8 +144,8 @@ def quickstart(target_name: str | None, model: ModelOptions, wishes: Wishes, *, 
 def _work(run: _Run) -> Findings:
     stages, wishes = run.stages, run.wishes
     with stages.stage("trial: a few plain answers, to see what fits into the time"):
-        mails = planning.held_out_prompts(run.target, wishes.longest)
-        pace = planning.trial(run.target, mails)
+        held_out = planning.held_out_prompts(run.target, wishes.longest)
+        pace = planning.trial(run.target, held_out)
         say(
             f"      {1000 * pace.token:.0f} ms a token, {1000 * pace.together:.1f} when {planning.TOGETHER} texts are "
             f"decoded at once, {1000 * pace.prompt:.1f} a token of a prompt"
@@ -164,7 +164,7 @@ def _work(run: _Run) -> Findings:
             validation = run.check(drafts[-1], trained.length)
     stages.total = len(stages.done) + 3
     lengths = LENGTHS if trained is None else tuple(sorted({K, (tuned.k if tuned else 0) or 1}))
-    verdict = _measure(run, pace, mails, drafts, lengths)
+    verdict = _measure(run, pace, held_out, drafts, lengths)
     return Findings(trained, tuned, validation, verdict, _commands(run, verdict, tuned))
 
 
@@ -173,7 +173,7 @@ def _tuning_budget(run: _Run) -> float:
 
 
 def _measure(
-    run: _Run, pace: Pace, mails: list[Prompt], drafts: list[OpenedDraft], lengths: tuple[int, ...]
+    run: _Run, pace: Pace, held_out: list[Prompt], drafts: list[OpenedDraft], lengths: tuple[int, ...]
 ) -> Verdict:
     """The domain's prompts first; what came out best there then on others."""
     wishes, stages = run.wishes, run.stages
@@ -183,7 +183,7 @@ def _measure(
         sets.append((name, "PROMPTS.json", planning.fitting(prompts, run.target, wishes.longest)))
     left, runs = max(0.0, stages.left - RESERVE), len(drafts) * len(lengths)
     plan = planning.choose(
-        mails,
+        held_out,
         pace,
         left * (1 - OTHER_SHARE * len(sets)),
         runs=runs,
@@ -194,7 +194,7 @@ def _measure(
     with stages.stage(f"measuring on {len(plan.prompts)} held-out prompts of the domain", plan.seconds):
         if not plan.transformers:
             say("      transformers is left out: there is no memory for a second copy of the model")
-        domain = run.measure("held-out mails", REPORT, drafts, lengths, plan)
+        domain = run.measure("held-out classes", REPORT, drafts, lengths, plan)
     verdict = judge(domain.report, run.name)
     plans = [
         planning.choose(

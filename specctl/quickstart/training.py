@@ -1,4 +1,5 @@
-"""The draft of quickstart: narrow, from scratch, trained on the target's own answers to the prompts of the domain.
+"""The draft of quickstart: a head that reads what the target leaves on its way and scores a part of its vocabulary,
+trained on the target's own answers to the prompts of the domain.
 
 What it runs is `finetune` with a recipe that is kept beside the draft, to be used again.
 """
@@ -16,6 +17,7 @@ import yaml
 from specctl.checkpoint import Checkpoint
 from specctl.finetune.options import RunOptions
 from specctl.finetune.run import run
+from specctl.heads.vocabulary import D2T, T2D
 from specctl.options import ModelOptions
 from specctl.output import to_json
 from specctl.pair import Target
@@ -26,8 +28,10 @@ from specctl.schemas.recipe import SCHEMA, Recipe
 DRAFT, RECIPE, TRAINING, VALIDATION = "draft", "recipe.yaml", "training.jsonl", "validation.jsonl"
 PICTURE = "training.png"
 
-HEAD_WIDTH = 64
-VALIDATED = 12  # prompts
+VOCABULARY = 4096
+"""Tokens that the head can say: those of a narrow domain, at a fraction of the cost of scoring them all."""
+
+VALIDATED = 8  # prompts: as many as validation decodes at once
 K = 3
 
 
@@ -66,8 +70,8 @@ def train(
     shutil.rmtree(workspace)
     draft = Checkpoint(directory / DRAFT)
     return Trained(
-        words=f"a Llama of {recipe.draft.depth} layers, {recipe.draft.width} wide",
-        parameters=sum(draft.info(name).num_parameters for name in draft.names()),
+        words=f"an EAGLE-3 head of one layer that can say {recipe.draft.vocab_size:,} tokens",
+        parameters=sum(draft.info(name).num_parameters for name in draft.names() if name not in (D2T, T2D)),
         answers=len(result.data.train),
         labels=result.data.label_tokens,
         steps=len(result.losses),
@@ -76,11 +80,9 @@ def train(
 
 
 def _recipe(target: Target, max_tokens: int, directory: Path) -> Recipe:
-    """A third of the target's width: a narrow draft is mostly its head, and that is what each drafted token costs."""
-    width = HEAD_WIDTH * min(8, max(2, round(target.model.config.hidden_size / 3 / HEAD_WIDTH)))
     values: dict[str, Any] = {
         "schema": SCHEMA,
-        "kind": "llama",
+        "kind": "eagle3",
         "target": target.name,
         "output": str(directory / DRAFT),
         "epochs": EPOCHS,
@@ -90,8 +92,9 @@ def _recipe(target: Target, max_tokens: int, directory: Path) -> Recipe:
             "completions": "chat" if target.tokenizer is not None and target.tokenizer.has_chat_template else "plain",
             "regenerate": {"temperature": 0.0, "max_tokens": max_tokens, "batch": TOGETHER},
         },
-        "draft": {"width": width, "depth": 2, "heads": width // HEAD_WIDTH, "tie": True},
-        "optimiser": {"lr": 2e-3, "warmup_steps": 15, "weight_decay": 0.1, "tokens_per_batch": 1024},
+        "draft": {"vocab_size": min(VOCABULARY, target.model.config.vocab_size)},
+        "loss": {"steps": K},
+        "optimiser": {"lr": 1e-3, "warmup_steps": 15, "weight_decay": 0.1, "tokens_per_batch": 1024},
         "validation": {
             "every_steps": 1000,  # at the end: what is decoded in between is lost for training
             "prompts": VALIDATED,

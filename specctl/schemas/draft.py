@@ -57,7 +57,10 @@ class DraftFile(Document):
 
     @property
     def depth(self) -> int | None:
-        """Steps of the chain that it was trained for, where the recipe says so."""
+        """Steps of the chain that it was trained for, where the recipe says so. None for a model that drafts: it is
+        trained on one token at a time and drafts any number."""
+        if self.kind == "llama":
+            return None
         loss = (self.recipe or {}).get("loss")
         steps = loss.get("steps") if isinstance(loss, dict) else None
         return steps if type(steps) is int and steps > 0 else None

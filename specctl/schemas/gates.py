@@ -56,10 +56,11 @@ class DraftCache(Checked):
 
 
 class AcceptanceLength(Checked):
-    """min: mean acceptance length with the token after the accepted ones counted. k: at this draft length; null: at
-    every one that was run."""
+    """min: mean acceptance length with the token after the accepted ones counted; null: half of the drafted tokens that
+    were accepted when the draft was made, as its specctl.json says, and nothing where it does not say. k: at this draft
+    length; null: at every one that was run."""
 
-    min: Annotated[Number, Field(ge=1)]
+    min: Annotated[Number, Field(ge=1)] | None = None
     k: AtLeast1 | None = None
 
 

@@ -151,6 +151,8 @@ class Profile(Document):
     """steps: of the target. draft: one step of the draft. draft_follow: the draft's pass over what a step committed;
     q = 1: after a plain step, which only drafts that read hidden states have to make; q >= 2: after a block, where it
     costs something else than a draft step. drafter: whose passes these are; null for none or an unknown one.
+    whole_steps: every cell of `steps` has the draft's passes and the engine's part in it, as a step has that is timed
+    from outside: q = K + 1 is a step that drafts and verifies K tokens. Then `draft` is empty and overheads are 0.
     shared_spread: the part of every cell's spread that all of them have in common, as a share of the cell. roofline:
     constants, where cells were computed from them. sources: of numbers that the command in `provenance` did not
     measure. notes: what a reader should know, in sentences."""
@@ -159,6 +161,7 @@ class Profile(Document):
     engine: Annotated[Serving, BeforeValidator(_named)]
     model: Measured
     drafter: BoundDraft | None = None
+    whole_steps: bool = False
     steps: Annotated[list[TargetCell], BeforeValidator(_cells), Field(min_length=1)]
     draft: Annotated[list[StepCell], BeforeValidator(_cells)] = Field(default_factory=list)
     draft_follow: Annotated[list[StepCell], BeforeValidator(_cells)] = Field(default_factory=list)
@@ -182,6 +185,14 @@ class Profile(Document):
                 raise ValueError(
                     f"prefill lists tokens {cell.tokens} twice: {cell.target_ms:g} and {following.target_ms:g} ms"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_beside_whole_steps(self) -> Self:
+        over = self.overheads_ms
+        passes = self.draft or any(cell.q > 1 for cell in self.draft_follow)
+        if self.whole_steps and (passes or over.base or over.spec or over.per_draft_step):
+            raise ValueError("whole_steps is true, and the draft or the engine is counted once more beside the steps")
         return self
 
 

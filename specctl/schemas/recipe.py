@@ -117,11 +117,13 @@ class Loss(Checked):
     """Weights of cross-entropy to the data, forward KL to the target, and total variation from it; temperature of both
     distributions in the last two; chunk: tokens whose logits are held at a time. average: over all labels of a step, or
     over its examples, each of which then counts the same. steps: of a head's chain (3 where it is not said), each
-    weighted by decay against the one before."""
+    weighted by decay against the one before. feature: of a head, weight of the smooth L1 distance between what it gives
+    its output head and what the target gives its own for the same token."""
 
     ce: NotNegative = 1.0
     kl: NotNegative = 0.0
     tv: NotNegative = 0.0
+    feature: NotNegative = 0.0
     temperature: Positive = 1.0
     chunk: Count = 1024
     average: Literal["labels", "examples"] = "labels"
@@ -130,8 +132,8 @@ class Loss(Checked):
 
     @model_validator(mode="after")
     def _something(self) -> Self:
-        if self.ce + self.kl + self.tv == 0:
-            raise ValueError("ce, kl and tv are all 0; at least one has to be above")
+        if self.ce + self.kl + self.tv + self.feature == 0:
+            raise ValueError("ce, kl, tv and feature are all 0; at least one has to be above")
         return self
 
 
@@ -225,6 +227,10 @@ class Recipe(Document):
         self.draft.check(self.kind)
         if self.kind == "llama" and self.loss.steps > 1:
             raise ValueError("loss.steps means nothing for a draft of kind llama, which has no chain; leave it out")
+        if self.kind == "llama" and self.loss.feature > 0:
+            raise ValueError(
+                "loss.feature means nothing for a draft of kind llama, whose hidden states are its own; leave it out"
+            )
         return self
 
     @property

@@ -127,15 +127,22 @@ class Chunks:
         self._started: set[int] = set()
         self._ended: set[int] = set()
 
-    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None = None) -> dict[str, Any]:
-        """More text of choice `index`; its first chunk carries the role too."""
-        return self._chunk(index, text, logprobs, None)
+    def delta(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None = None, usage: Usage | None = None
+    ) -> dict[str, Any]:
+        """More text of choice `index`; its first chunk carries the role too. usage: of this choice so far."""
+        return self._chunk(index, text, logprobs, None, usage)
 
     def end(
-        self, index: int, reason: FinishReason, text: str = "", logprobs: Sequence[TokenLogprob] | None = None
+        self,
+        index: int,
+        reason: FinishReason,
+        text: str = "",
+        logprobs: Sequence[TokenLogprob] | None = None,
+        usage: Usage | None = None,
     ) -> dict[str, Any]:
         """The last chunk of choice `index`, with the rest of its text."""
-        chunk = self._chunk(index, text, logprobs, reason)
+        chunk = self._chunk(index, text, logprobs, reason, usage)
         self._ended.add(index)
         return chunk
 
@@ -147,7 +154,12 @@ class Chunks:
         return {**self._envelope.wrap([], chunk=True), "usage": usage.as_dict()}
 
     def _chunk(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: FinishReason | None
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: FinishReason | None,
+        usage: Usage | None,
     ) -> dict[str, Any]:
         assert index not in self._ended, f"choice {index} has ended"
         first = index not in self._started
@@ -160,7 +172,7 @@ class Chunks:
         chunk = self._envelope.wrap(
             [{"index": index, **content, "logprobs": scored, "finish_reason": reason}], chunk=True
         )
-        return {**chunk, "usage": None} if self._include_usage else chunk
+        return {**chunk, "usage": None if usage is None else usage.as_dict()} if self._include_usage else chunk
 
 
 def sse(value: Mapping[str, Any]) -> bytes:

@@ -29,14 +29,14 @@ class Job:
         self._worker = worker
         self._tokenizer = tokenizer
         self._request = request
-        self._num_prompt_tokens = sum(map(len, prompts))
+        self._prompt_tokens = [len(token_ids) for token_ids in prompts]
         limit = worker.engine.options.max_length
         self._ticket: Ticket = worker.submit(
             [(token_ids, request.sampling(max(1, limit - len(token_ids)))) for token_ids in prompts]
         )
         self._first: tuple[int, Output] | None = None
         self._num_left = request.num_choices
-        self._completion_tokens = 0
+        self._completion_tokens = [0] * request.num_choices
         self._counters = SpeculationCounters()
 
     async def start(self) -> None:
@@ -70,13 +70,13 @@ class Job:
         try:
             while (event := await self._next()) is not None:
                 index, output = event
-                logprobs = self._logprobs(output)
+                logprobs, usage = self._logprobs(output), self._running_usage(index)
                 if output.finish_reason is not None:
-                    yield answers.sse(chunks.end(index, _reason(output), output.text, logprobs))
-                elif output.text or logprobs:
-                    yield answers.sse(chunks.delta(index, output.text, logprobs))
-            if (usage := chunks.usage(self._usage())) is not None:
-                yield answers.sse(usage)
+                    yield answers.sse(chunks.end(index, _reason(output), output.text, logprobs, usage))
+                elif output.text or logprobs or usage is not None:
+                    yield answers.sse(chunks.delta(index, output.text, logprobs, usage))
+            if (last := chunks.usage(self._usage())) is not None:
+                yield answers.sse(last)
         except Exception as error:  # noqa: BLE001 - a stream that just ends would look complete to some clients
             yield answers.sse(explain(error))
         yield answers.DONE
@@ -87,7 +87,7 @@ class Job:
             return None
         event, self._first = self._first, None
         index, output = event or await self._ticket.next()
-        self._completion_tokens += len(output.token_ids)
+        self._completion_tokens[index] += len(output.token_ids)
         if output.finish_reason is not None:
             self._num_left -= 1
             self._counters.add(output.counters)
@@ -99,7 +99,13 @@ class Job:
         if engine.drafter is not None:
             accept = engine.options.accept or self._request.params.acceptance
             speculation = {**self._counters.as_dict(), "accept": str(accept), "lossy": accept.lossy}
-        return answers.Usage(self._num_prompt_tokens, self._completion_tokens, speculation)
+        return answers.Usage(sum(self._prompt_tokens), sum(self._completion_tokens), speculation)
+
+    def _running_usage(self, index: int) -> answers.Usage | None:
+        """Of one choice so far. None when it is not wanted."""
+        if not self._request.running_usage:
+            return None
+        return answers.Usage(self._prompt_tokens[index // self._request.params.n], self._completion_tokens[index])
 
     def _logprobs(self, output: Output) -> list[answers.TokenLogprob] | None:
         """None when they are not wanted."""

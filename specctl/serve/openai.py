@@ -94,7 +94,8 @@ class Request:
     """One checked request. chat: which of the two endpoints it came to.
 
     prompts: each a text, token ids, or (chat, always one) a conversation. Choice j of prompt i has index i * n + j.
-    max_tokens: None means as far as the context goes, which only the engine knows: see `sampling`.
+    max_tokens: None means as far as the context goes, which only the engine knows: see `sampling`. include_usage: in a
+    last event; running_usage: in every event, of its own choice.
     """
 
     chat: bool
@@ -104,6 +105,7 @@ class Request:
     params: SamplingParams = field(repr=False)
     stream: bool
     include_usage: bool
+    running_usage: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -152,6 +154,7 @@ def _request(
     fields.unsupported(_UNSUPPORTED)
     fields.string("user")  # a label for the caller's records, which changes nothing
     stream = fields.boolean("stream")
+    include_usage, running_usage = _usage(fields.take("stream_options"), stream)
     request = Request(
         chat=chat,
         model=model,
@@ -159,7 +162,8 @@ def _request(
         max_tokens=max_tokens,
         params=_sampling(fields, defaults, n, logprobs),
         stream=stream,
-        include_usage=_include_usage(fields.take("stream_options"), stream),
+        include_usage=include_usage,
+        running_usage=running_usage,
     )
     fields.done()
     return request
@@ -228,16 +232,20 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _include_usage(value: object, stream: bool) -> bool:
+def _usage(value: object, stream: bool) -> tuple[bool, bool]:
+    """Whether it is wanted in a last event, and whether in every one, which without the last is not offered."""
     if value is None:
-        return False
+        return False, False
     if not isinstance(value, dict) or not stream:
         refuse("stream_options", value, "expected an object, and only with stream true")
     fields = Fields(value, inside="stream_options")
     include = fields.boolean("include_usage")
-    fields.unsupported({"continuous_usage_stats": (False,), "include_obfuscation": (False,)})
+    running = fields.boolean("continuous_usage_stats")
+    fields.unsupported({"include_obfuscation": (False,)})
     fields.done()
-    return include
+    if running and not include:
+        refuse("stream_options", value, "in which continuous_usage_stats needs include_usage true")
+    return include, running
 
 
 def _draft_length(value: object) -> int | None:

@@ -35,8 +35,9 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. step, epoch: from 1 and from 0. loss: weighted mean. ce, kl, tv, top1: means over its labels
-    at all steps of the chain; kl and tv are 0 where nobody asked for them. accuracy: top1 at each step of the chain.
+    """What one step did. step, epoch: from 1 and from 0. loss: weighted mean. ce, kl, tv, top1, feature: means over its
+    labels at all steps of the chain; kl, tv and feature are 0 where nobody asked for them. accuracy: top1 at each step
+    of the chain.
     tokens: rows run, labels: of these trained."""
 
     step: int
@@ -46,6 +47,7 @@ class Step:
     kl: float
     tv: float
     top1: float
+    feature: float
     accuracy: list[float]
     lr: float
     grad_norm: float

@@ -1,10 +1,11 @@
 """Losses between what a draft says and what it should: cross-entropy to the data, forward KL and total variation to the
-target. Logits exist for a chunk of rows at a time and are computed again for the gradient.
+target; and between its final hidden states and the target's. Logits exist for a chunk of rows at a time and are
+computed again for the gradient.
 
 It knows neither models nor data: final hidden states come in, and the head's weight, whose gradient is added in place.
 A head may have columns for a part of the target's ids only. Then no column is to be learnt where the label has none; of
 KL what the target says of the others is left out of both sides, and of total variation it counts as missed.
-Legend: R labelled rows (C of a chunk), D the draft's width, E the target's, V ids that the draft scores.
+Legend: R labelled rows (C of a chunk), D the draft's width, E the target's, V ids that the draft scores, M metrics.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specctl.drafts import OutputHead, Scored
 
-METRICS = ("ce", "kl", "tv", "top1")
-"""What is summed over rows: the three losses, and how often the draft's likeliest token is the label."""
+METRICS = ("ce", "kl", "tv", "top1", "feature")
+"""What is summed over rows: the losses, and how often the draft's likeliest token is the label."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """The weights of the losses; temperature: of both distributions in kl and tv; chunk: rows whose logits are held at
-    a time; teacher_head: the target's final hidden states [C, E] to its logits, [C, V'], for kl and tv."""
+    a time; teacher_head: the target's final hidden states [C, E] to its logits, [C, V'], for kl and tv. feature: weight
+    of the smooth L1 distance (quadratic up to a difference of 1, as EAGLE has it) between the final hidden states and
+    the target's, which have to be as wide, averaged over their numbers."""
 
     ce: float
     kl: float = 0.0
@@ -33,20 +37,31 @@ class Objective:
     temperature: float = 1.0
     chunk: int = 1024
     teacher_head: Callable[[Tensor], Tensor] | None = None
+    feature: float = 0.0
 
     @property
     def needs_teacher(self) -> bool:
+        return self.compares or self.feature > 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether it looks at the target's distributions."""
         return self.kl > 0 or self.tv > 0
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of METRICS in the loss."""
+        return (self.ce, self.kl, self.tv, 0.0, self.feature)
+
     def __call__(self, scored: Scored, head: OutputHead) -> tuple[Tensor, Tensor]:
-        """The weighted loss, summed over rows, and the sums of METRICS (float64 [4], without weights or a gradient).
+        """The weighted loss, summed over rows, and the sums of METRICS (float64 [M], without weights or a gradient).
 
         backward() of the loss gives the final hidden states their gradient and adds the head's, if it is trained, to
         head.weight.grad where there is one: autograd would hold the largest gradient there is two or three times. Else
         it is left to autograd.
         """
-        teacher = scored.teacher_RE is not None and self.teacher_head is not None
-        assert teacher or not self.needs_teacher
+        assert scored.teacher_RE is not None or not self.needs_teacher
+        assert self.teacher_head is not None or not self.compares
         dtype = scored.final_RD.dtype
         if torch.is_autocast_enabled(scored.final_RD.device.type):
             dtype = torch.get_autocast_dtype(scored.final_RD.device.type)
@@ -81,7 +96,7 @@ class _Rows:
         """What the target says of the same ids, [C, V]: the logarithms of its probabilities at the objective's
         temperature, which need not sum to 1 where the draft's vocabulary is reduced. Fresh."""
         objective, scored = self.objective, self.scored
-        if scored.teacher_RE is None or objective.teacher_head is None or not objective.needs_teacher:
+        if scored.teacher_RE is None or objective.teacher_head is None or not objective.compares:
             return None
         logits = _wide(objective.teacher_head(scored.teacher_RE[chunk]))
         if self.head.ids_V is None:
@@ -93,23 +108,28 @@ class _Rows:
             logits = logits[:, self.head.ids_V]
         return logits.sub_(total_C1)
 
+    def features(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """The final hidden states and the target's, [C, D] each, in one dtype."""
+        assert self.scored.teacher_RE is not None
+        final_CD, teacher_CD = _wide(self.scored.final_RD[chunk].detach()), self.scored.teacher_RE[chunk]
+        assert final_CD.shape == teacher_CD.shape, "hidden states are compared number by number"
+        return final_CD, teacher_CD.to(final_CD.dtype)
+
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, final_RD: Tensor, left_VD: Tensor | None, rows: _Rows) -> tuple[Tensor, Tensor]:
         """left_VD: the head's weight where its gradient is autograd's to add."""
         ctx.rows, ctx.left = rows, left_VD is not None
-        objective = rows.objective
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=final_RD.device)
         loss = torch.zeros((), dtype=torch.float64, device=final_RD.device)
-        weights = sums.new_tensor([objective.ce, objective.kl, objective.tv])
+        weight_M = sums.new_tensor(rows.objective.weights)
         with torch.autocast(final_RD.device.type, enabled=False):
             weight_VD = rows.weight()
             for chunk in rows.chunks():
-                logits_CV = rows.logits(chunk, weight_VD)
-                measured_4C = _measure(objective, logits_CV, rows.teacher(chunk), rows.scored.label_R[chunk])
-                sums += measured_4C.sum(-1)
-                loss += (weights @ measured_4C[:3]) @ rows.scored.weight_R[chunk].to(sums.dtype)
+                measured_MC = _measured(rows, chunk, weight_VD)
+                sums += measured_MC.sum(-1)
+                loss += (weight_M @ measured_MC) @ rows.scored.weight_R[chunk].to(sums.dtype)
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
@@ -119,16 +139,21 @@ class _ChunkedLoss(torch.autograd.Function):
         final_RD, head = rows.scored.final_RD.detach(), rows.head.weight
         grad_VD = torch.zeros_like(head) if ctx.left else head.grad
         grad_head_VD = grad_VD[: rows.head.vocab_size] if rows.head.trained and grad_VD is not None else None
-        grad_RD = torch.empty_like(final_RD)
+        grad_RD = torch.zeros_like(final_RD)
+        weight_R1 = (rows.scored.weight_R * grad_loss)[:, None]
         with torch.autocast(final_RD.device.type, enabled=False):
             weight_VD = rows.weight()
             for chunk in rows.chunks():
-                logits_CV = rows.logits(chunk, weight_VD)
-                grad_CV = _gradient(rows.objective, logits_CV, rows.teacher(chunk), rows.scored.label_R[chunk])
-                grad_CV.mul_((rows.scored.weight_R[chunk] * grad_loss).to(grad_CV.dtype)[:, None])
-                grad_RD[chunk] = grad_CV.to(rows.dtype) @ weight_VD
-                if grad_head_VD is not None:
-                    grad_head_VD.addmm_(grad_CV.to(head.dtype).T, final_RD[chunk].to(head.dtype))
+                grad_CV = _gradient(rows, chunk, weight_VD)
+                if grad_CV is not None:
+                    grad_CV.mul_(weight_R1[chunk].to(grad_CV.dtype))
+                    grad_RD[chunk] = grad_CV.to(rows.dtype) @ weight_VD
+                    if grad_head_VD is not None:
+                        grad_head_VD.addmm_(grad_CV.to(head.dtype).T, final_RD[chunk].to(head.dtype))
+                    del grad_CV
+                if rows.objective.feature:
+                    pull_CD = _pull(rows, chunk)
+                    grad_RD[chunk] += pull_CD.mul_(weight_R1[chunk].to(pull_CD.dtype))
         return grad_RD, grad_VD if ctx.left else None, None
 
 
@@ -136,8 +161,19 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _measure(objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label_C: Tensor) -> Tensor:
-    """METRICS of every row of a chunk, float64 [4, C]; overwrites what it is given."""
+def _measured(rows: _Rows, chunk: slice, weight_VD: Tensor) -> Tensor:
+    """METRICS of every row of a chunk, float64 [M, C]."""
+    said = _measure(rows.objective, rows.logits(chunk, weight_VD), rows.teacher(chunk), rows.scored.label_R[chunk])
+    feature_C = torch.zeros_like(said[0])
+    if rows.objective.feature:
+        feature_C = F.smooth_l1_loss(*rows.features(chunk), reduction="none").mean(-1).double()
+    return torch.stack((*said, feature_C))
+
+
+def _measure(
+    objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ce, kl, tv and top1 of every row of a chunk, float64 [C] each; overwrites what it is given."""
     known_C, column_C1 = label_C >= 0, label_C.clamp(min=0)[:, None]
     hits_C = known_C & (z_CV.argmax(-1) == label_C)
     z_CV.sub_(z_CV.logsumexp(-1, keepdim=True))
@@ -151,7 +187,7 @@ def _measure(objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label_
         kl_C = _dot(p_CV, log_p_CV.sub_(log_q_CV)).double() - torch.special.xlogy(mass_C, mass_C).double()
         missed_C = (1 - mass_C).clamp(min=0)
         tv_C = 0.5 * (p_CV.sub_(log_q_CV.exp_()).abs_().sum(-1) + missed_C).double()
-    return torch.stack((ce_C, kl_C, tv_C, hits_C.to(ce_C.dtype)))
+    return ce_C, kl_C, tv_C, hits_C.to(ce_C.dtype)
 
 
 def _tempered(log_p_CV: Tensor, temperature: float) -> Tensor:
@@ -162,13 +198,17 @@ def _tempered(log_p_CV: Tensor, temperature: float) -> Tensor:
     return log_p_CV.sub_(log_p_CV.logsumexp(-1, keepdim=True))
 
 
-def _gradient(objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label_C: Tensor) -> Tensor:
-    """d loss / d logits of every row, [C, V]; overwrites what it is given. With q of the draft and p of the target,
-    both at temperature T, and m the sum of p, which is less than 1 where the draft's vocabulary is reduced:
+def _gradient(rows: _Rows, chunk: slice, weight_VD: Tensor) -> Tensor | None:
+    """d loss / d logits of every row, [C, V], fresh; None where nothing is asked of them. With q of the draft and p of
+    the target, both at temperature T, and m the sum of p, which is less than 1 where the draft's vocabulary is reduced:
 
     ce: q(T = 1) - onehot(label), 0 where the label has no column.   kl: (m q - p) / T.
     tv: q (g - <q, g>) / T, g = sign(q - p) / 2.
     """
+    objective, label_C = rows.objective, rows.scored.label_R[chunk]
+    if not objective.ce and not objective.compares:
+        return None
+    z_CV, log_p_CV = rows.logits(chunk, weight_VD), rows.teacher(chunk)
     grad_CV: Tensor | None = None
     if objective.ce:
         # Without a teacher the logits are not needed any more: the common case holds them once.
@@ -192,6 +232,12 @@ def _gradient(objective: Objective, z_CV: Tensor, log_p_CV: Tensor | None, label
         grad_CV = g_CV if grad_CV is None else grad_CV.add_(g_CV)
     assert grad_CV is not None
     return grad_CV
+
+
+def _pull(rows: _Rows, chunk: slice) -> Tensor:
+    """d loss / d final hidden states of every row, as far as these are compared with the target's, [C, D]; fresh."""
+    final_CD, teacher_CD = rows.features(chunk)
+    return (final_CD - teacher_CD).clamp_(-1, 1).mul_(rows.objective.feature / final_CD.shape[1])
 
 
 def _softmax(z_CV: Tensor) -> Tensor:

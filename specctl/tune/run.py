@@ -205,7 +205,7 @@ def _at_k0_notices(tuning: Tuning) -> list[str]:
 
 def _notices(profile: Profile, profile_name: str, costs: StepCosts, pair: Pair) -> list[str]:
     notices = []
-    if not costs.runs_draft and pair.draft.kind != "ngram":
+    if not costs.runs_draft and pair.draft.kind != "ngram" and not profile.whole_steps:
         notices.append(f"{profile_name}: has no draft steps: drafting is taken to cost nothing, as looking up does")
     if profile.provenance is None and not profile.sources:
         notices.append(f"{profile_name}: does not say where its numbers come from")

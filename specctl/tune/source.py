@@ -32,7 +32,7 @@ def check_pair(profile: Profile, where: str, target: Bound | None, draft: BoundD
             raise UsageError(
                 f"{where}: is the profile of a draft of kind {drafter.kind}, acceptance is of kind {draft.kind}"
             )
-        if draft.kind not in (None, "ngram") and not profile.draft:
+        if draft.kind not in (None, "ngram") and not profile.draft and not profile.whole_steps:
             raise UsageError(
                 f"{where}: has no draft steps, and a draft of kind {draft.kind} takes some; profile with --draft"
             )

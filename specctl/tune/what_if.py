@@ -95,6 +95,12 @@ def changed_evidence(evidence: Evidence, what_if: WhatIf) -> Evidence:
 
 
 def changed_profile(profile: Profile, what_if: WhatIf) -> Profile:
+    if profile.whole_steps and (what_if.draft or what_if.overhead):
+        raise UsageError(
+            f"--what-if {what_if.text}: the profile's steps were timed as a whole, so what the draft or the engine has "
+            "in them is not known; leave out draft and overhead"
+        )
+
     def slower(cells: list[StepCell]) -> list[StepCell]:
         factor = 1 + what_if.draft
         return [cell.model_copy(update={"ms": cell.ms * factor, "spread": cell.spread * factor}) for cell in cells]

@@ -61,6 +61,19 @@ def acceptance_length(run: Run) -> Figure:
     return Figure(value - least + 1, None if interval is None else (1 + interval[0], 1 + interval[1]))
 
 
+def survival(run: Run) -> tuple[list[float], int]:
+    """For each position that most drafts had, the share of those that had it whose tokens up to it were all accepted;
+    and how many had the last of these positions."""
+    counters = _counters(run)
+    drafts, drafted, accepted = (
+        counters.get(name) for name in ("num_drafts", "drafted_per_position", "accepted_per_position")
+    )
+    if drafts is None or drafted is None or accepted is None:
+        raise NoData("what was accepted at each position is missing")
+    kept = [count for count in drafted if 2 * count >= drafts]
+    return [part / count for part, count in zip(accepted, kept, strict=False)], kept[-1]
+
+
 def percentile_95(run: Run, what: str) -> Figure:
     """what: ttft_ms or tpot_ms."""
     found = run.values.get(what)

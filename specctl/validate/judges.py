@@ -11,17 +11,19 @@ from specctl.text.shown import shown
 from specctl.validate import figures
 from specctl.validate.evidence import PLAIN, Evidence, NoData, Run, Values, number
 from specctl.validate.figures import Figure
+from specctl.validate.record import NAME, Record, against_record
 from specctl.validate.verdicts import absent, at_least, at_most, for_each, held, result, told
 
 
-def acceptance_length(gate: gates.AcceptanceLength, evidence: Evidence) -> GateResult:
-    name = "mean_acceptance_length"
-    checks = for_each(
-        name,
-        lambda: evidence.drafting(gate.k),
-        lambda run: at_least(name, run.name, figures.acceptance_length(run), gate.min),
-    )
-    return result("acceptance_length", checks)
+def acceptance_length(gate: gates.AcceptanceLength, evidence: Evidence, record: Record | None) -> GateResult:
+    """record: the draft's own, for a gate without min."""
+
+    def judge(run: Run) -> Check:
+        if gate.min is None:
+            return against_record(record, run)
+        return at_least(NAME, run.name, figures.acceptance_length(run), gate.min)
+
+    return result("acceptance_length", for_each(NAME, lambda: evidence.drafting(gate.k), judge))
 
 
 def acceptance_rate(gate: gates.AcceptanceRate, evidence: Evidence) -> GateResult:

@@ -30,12 +30,15 @@ class Bench:
 
     def measure(self, gates: GatesFile) -> Evidence | None:
         """What the gates over figures need; None when there are none."""
-        figures = (gates.acceptance_length, gates.acceptance_rate, gates.latency, gates.speedup, gates.regression)
-        exact = gates.greedy_exact
-        if not any(gate is not None for gate in figures):
+        limits = (gates.acceptance_rate, gates.latency, gates.speedup, gates.regression)
+        exact, length = gates.greedy_exact, gates.acceptance_length
+        bare = all(gate is None for gate in limits) and (length is None or length.min is None)
+        if bare and length is None:
             return None if exact is None else self._run(greedy(self.decoding), exact.prompts)
         timed = gates.latency is not None or gates.speedup is not None
-        main = self._run(self.decoding, repeats=TIMED_REPEATS if timed else 1, passes=timed)
+        # A draft's own record is held by as many prompts as its text.
+        limit = exact.prompts if bare and exact is not None else None
+        main = self._run(self.decoding, limit, repeats=TIMED_REPEATS if timed else 1, passes=timed)
         also = []
         if exact is not None and self.decoding.temperature > 0:
             also.append(self._run(greedy(self.decoding), exact.prompts))

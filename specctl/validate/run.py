@@ -13,6 +13,7 @@ from specctl.schemas.gates import NEED_A_MODEL, GatesFile
 from specctl.schemas.validation import GateResult, Measurement, Source, Validation
 from specctl.validate import judges
 from specctl.validate.evidence import Evidence
+from specctl.validate.record import Record, read_record
 from specctl.validate.regression import regression
 from specctl.validate.verdicts import absent, result
 
@@ -43,7 +44,13 @@ def validate_results(asked: Asked, evidence: Evidence, source: Source) -> Valida
             f"the gate {needing[0]} needs a model, and {source.file} is a report; give --target, --draft and "
             "--prompts, or gates over figures alone (--gates gates-results)"
         )
-    return _validation(asked, _judged(asked, evidence), evidence, source, Provenance.here())
+    length = asked.gates.acceptance_length
+    if length is not None and length.min is None:
+        raise UsageError(
+            f"the gate acceptance_length without min holds a draft against its specctl.json, and {source.file} is a "
+            "report; give it min"
+        )
+    return _validation(asked, _judged(asked, evidence, None), evidence, source, Provenance.here())
 
 
 def validate_pair(
@@ -95,7 +102,9 @@ def _measured(
     for notice in draft.notices:
         progress(f"note: {notice}")
     evidence = Bench(target, draft, prompts, decoding, progress).measure(gates)
-    results = {} if evidence is None else {gate.name: gate for gate in _judged(asked, evidence)}
+    own = draft.checkpoint
+    record = None if own is None or own is target.checkpoint else read_record(own.path, draft.drafter.kind)
+    results = {} if evidence is None else {gate.name: gate for gate in _judged(asked, evidence, record)}
     requests = read_work(target, prompts, decoding)
     policy, accept = open_policy(decoding, target, replace(draft, notices=[]))
     if gates.distribution is not None:
@@ -106,13 +115,13 @@ def _measured(
     return evidence, results
 
 
-def _judged(asked: Asked, evidence: Evidence) -> list[GateResult]:
-    """The gates over judges."""
+def _judged(asked: Asked, evidence: Evidence, record: Record | None) -> list[GateResult]:
+    """The gates over figures. record: the draft's own."""
     gates, found = asked.gates, []
     if gates.greedy_exact is not None:
         found.append(judges.greedy_exact(gates.greedy_exact, evidence))
     if gates.acceptance_length is not None:
-        found.append(judges.acceptance_length(gates.acceptance_length, evidence))
+        found.append(judges.acceptance_length(gates.acceptance_length, evidence, record))
     if gates.acceptance_rate is not None:
         found.append(judges.acceptance_rate(gates.acceptance_rate, evidence))
     if gates.latency is not None:

@@ -33,7 +33,8 @@ REMEDIES = {
         "give prompts and a draft length for which the draft has something to do",
     ),
     "acceptance_length": (
-        "see that the draft's weights are those that were trained, on data like these prompts; train on, or tune K",
+        "see that the draft's weights are those that were trained, and read as they were (`specctl inspect`), on data "
+        "like these prompts; train on, or tune K",
         "measure with a draft and K above 0, with `specctl bench` or with --target, --draft and --prompts",
     ),
     "acceptance_rate": (

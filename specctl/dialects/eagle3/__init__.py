@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.dialects.eagle3 import original, sglang, speculators, vllm
-from specctl.dialects.eagle3.layouts import NAMES, Name, Stored, is_eagle3, misreadings, read, readers
+from specctl.dialects.eagle3.layouts import NAMES, Name, Stored, is_eagle3, misreadings, named_target, read, readers
 from specctl.dialects.eagle3.view import View, differences
 from specctl.heads.eagle3 import Eagle3Head
 
@@ -23,6 +23,7 @@ __all__ = [
     "differences",
     "is_eagle3",
     "misreadings",
+    "named_target",
     "native",
     "read",
     "readers",
@@ -50,7 +51,7 @@ def native(head: Eagle3Head) -> dict[str, Any]:
 def refusals(layout: Name, head: Eagle3Head, target: Target) -> list[str]:
     """Why a layout cannot say this head, one sentence each; empty when it can."""
     if layout == "sglang":
-        return sglang.refusals(head)
+        return sglang.refusals(head, target.num_layers, target.architectures)
     if layout == "original":
         return original.refusals(head, target.num_layers)
     return speculators.refusals(head, target.name) if layout == "speculators" else vllm.refusals(head)

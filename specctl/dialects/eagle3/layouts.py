@@ -148,6 +148,14 @@ def misreadings(stored: Stored, num_layers: int | None) -> Iterator[str]:
         yield from differences(stored.view, view, num_layers)
 
 
+def named_target(config: Mapping[str, Any]) -> str | None:
+    """The target that a config names, in a layout that has a place for it."""
+    about = config.get(speculators.ABOUT)
+    verifier = about.get("verifier") if isinstance(about, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
 _FLAT_READERS = {"vllm": vllm.view, "sglang": sglang.view, "original": original.view}
 
 

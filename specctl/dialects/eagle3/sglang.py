@@ -1,8 +1,10 @@
-"""SGLang's rules for an EAGLE-3 head in a directory of its own (read in 0.5.23), and the layout for it.
+"""SGLang's rules for an EAGLE-3 head in a directory of its own (read in the version that ../readers.py names),
+and the layout for it.
 
 Ids of taps stand in eagle_config and are one less than ours: it adds one. At the top level it looks for none, so there
 they can stand as every other reader counts them, which also tells this layout from the others. Without any id the taps
-are (2, n // 2, n - 3).
+are (2, n // 2, n - 3). A residual is taken where it enters a layer, so what leaves the last one is not to be had. For
+DeepSeek targets the one is added only where the first id is 1.
 
 The layer's tensors are called midlayer.*. Names that fit nothing are passed over without a word, biases among them, and
 so is input_norm: it knows neither norm_before_fc nor norm_before_residual. fc_norm and norm_output it knows. The
@@ -13,7 +15,7 @@ one that the target gives, so it is one more than the drafted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from specctl.shards import TensorInfo
 READER = "SGLang"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SHIFT = 1
+DEEPSEEK = "Deepseek"  # how the architectures of such targets begin
 
 
 def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str) -> View:
@@ -57,7 +60,7 @@ def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str)
         tensors={name: ours for name, ours in tensors.items() if ours not in replaced},
         dropped=(*dropped, *(name for name, ours in tensors.items() if ours in replaced)),
     )
-    return replace(found, loud=tuple(_loud(config, found)))
+    return replace(found, loud=tuple(_loud(config, found)), last_tap=False)
 
 
 def _loud(config: Mapping[str, Any], found: View) -> list[str]:
@@ -73,8 +76,8 @@ def _loud(config: Mapping[str, Any], found: View) -> list[str]:
     return []
 
 
-def refusals(head: Eagle3Head) -> list[str]:
-    """Why SGLang cannot run this head."""
+def refusals(head: Eagle3Head, num_layers: int | None, architectures: tuple[str, ...]) -> list[str]:
+    """Why SGLang cannot run this head. num_layers, architectures: of the target, where they are known."""
     named = [norm for norm in ("norm_before_residual", "norm_before_fc") if getattr(head, norm)]
     found = [f"{READER} has no code for {norm}, and the head has it: it would run another head" for norm in named]
     for key in ("attention_bias", "mlp_bias"):
@@ -82,14 +85,29 @@ def refusals(head: Eagle3Head) -> list[str]:
             found.append(f"{READER} builds the layer without biases, and the head has {key}")
     if head.layer["model_type"] != "llama":
         found.append(f"{READER} builds a Llama layer, the head's is of {head.layer['model_type']}")
-    if head.taps[0] < 1:
-        found.append(f"{READER} cannot read tap 0, the embedding")
+    found += _taps(head, num_layers, any(name.startswith(DEEPSEEK) for name in architectures))
     if head.own_embedding and head.target_hidden == head.layer["hidden_size"]:
         found.append(
             f"{READER} puts the target's embedding in the place of the head's own; only where these are equal, which "
             "--target shows, is that the same head"
         )
     return found
+
+
+def _taps(head: Eagle3Head, num_layers: int | None, deepseek: bool) -> Iterator[str]:
+    """Those that it would not find, or take for others."""
+    if head.taps[0] < 1:
+        yield f"{READER} cannot read tap 0, the embedding"
+    if num_layers is not None and head.taps[-1] >= num_layers:
+        yield (
+            f"{READER} reads residuals where they enter a layer, and tap {head.taps[-1]} is what leaves the last of "
+            f"{num_layers}: it would run the head with a tap too few"
+        )
+    if deepseek and head.taps[0] - SHIFT != 1:
+        yield (
+            f"{READER} adds one to the ids for a DeepSeek target only where the first of them is 1, and would take "
+            f"taps {', '.join(map(str, head.taps))} for others: it can be given heads whose first tap is 2"
+        )
 
 
 def config(head: Eagle3Head) -> dict[str, Any]:

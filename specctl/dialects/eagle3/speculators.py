@@ -1,4 +1,5 @@
-"""The layout of the speculators library, which vLLM serves by itself (read in vLLM 0.32.0).
+"""The layout of the speculators library, which vLLM serves by itself (read in the version that
+../readers.py names).
 
 The head's own keys stand at the top, the layer's in transformer_layer_config, the target and the number of drafted
 tokens in speculators_config. The library writes of the layer only what differs from transformers' class for its

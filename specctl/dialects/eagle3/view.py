@@ -27,8 +27,8 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"  # left by old programs, computed from th
 class View:
     """reader: whose it is. taps: None where the target's number of layers is needed to tell. num_taps: that fc joins.
     norms: the four of NORMS. tensors: of the file, to the parameter they fill. dropped: tensors that are passed over.
-    loud: why the reader does not load it at all; notes: what
-    people should know."""
+    loud: why the reader does not load it at all; notes: what people should know. last_tap: whether the reader has the
+    residual that leaves the target's last layer."""
 
     reader: str
     layer: Mapping[str, Any] = field(repr=False)
@@ -41,6 +41,7 @@ class View:
     dropped: tuple[str, ...] = ()
     loud: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    last_tap: bool = True
 
     @property
     def own_embedding(self) -> bool:
@@ -194,6 +195,8 @@ def _described(view: View) -> dict[str, Any]:
 
 
 def _other_taps(own: View, other: View, num_layers: int | None) -> Iterator[str]:
+    if not other.last_tap and num_layers is not None and own.taps is not None and own.taps[-1] >= num_layers:
+        yield f"{other.reader} has no tap {own.taps[-1]}, what leaves the last of {num_layers} layers"
     if own.taps == other.taps:
         return
     if num_layers is None and (own.needs_layers or other.needs_layers):

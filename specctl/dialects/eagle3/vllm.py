@@ -1,4 +1,5 @@
-"""vLLM's rules for an EAGLE-3 head in a directory of its own (read in 0.32.0), and the layout that all of them fit.
+"""vLLM's rules for an EAGLE-3 head in a directory of its own (read in the version that ../readers.py names), and
+the layout that all of them fit.
 
 Taps are the residuals entering the layers whose numbers are given, in rising order and each once. Both runners read the
 key at the top level; inside eagle_config only the older one finds it, so it is written in both places. Without any id
