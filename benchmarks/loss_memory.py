@@ -31,7 +31,7 @@ from specctl.schemas.base import Provenance
 from specctl.train.losses import Objective
 
 GIB = 2**30
-SPARE = 2 * GIB  # for whoever else is there
+SPARE = 4 * GIB  # for whoever else is there
 BUFFERS = {"ce": SMALLEST_CHUNK_BUFFERS, "kl": TEACHER_BUFFERS}  # of a chunk's logits, as --plan reckons
 AUTOGRAD = {"ce": 4, "kl": 9}  # the same of sums written out; only to see whether they fit
 
