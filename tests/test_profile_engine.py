@@ -22,6 +22,7 @@ from specctl.digest import tensors_sha
 from specctl.profile.served.engine import Served, Speculation
 from specctl.profile.served.meter import Meter, Sizes, Spot
 from specctl.profile.served.metrics import Metrics
+from specctl.profile.served.run import _reading
 from specctl.profile.served.steps import Round, read_round, window
 from specctl.profile.served.streams import Stream, prompt
 from specctl.profile.served.wire import Wire, reason
@@ -415,6 +416,24 @@ def test_sizes_follow_from_what_a_round_showed() -> None:
     assert sizes.prompt + 11 + 22 / 2 == pytest.approx(100, abs=0.5)
     assert meter._next(Spot(4, 100), Sizes(90, 20), None) == Sizes(90, 40)
     assert meter._fitting(Sizes(4090, 30)).answer == 6
+
+
+def test_a_cell_is_of_the_rounds_that_can_be_told_if_they_are_most() -> None:
+    def shown(k: int | None, ms: float = 5.0) -> Round:
+        return Round(ms=ms, steps=8.0, k=k, why="" if k is not None else "it rained", lead=1, made=4.0, per_step=1.0)
+
+    notices: list[str] = []
+    reading = _reading(Spot(1, 60), [shown(3, 4.0), None, shown(3, 6.0), shown(None, 99.0), shown(3)], notices)
+    assert reading is not None
+    assert (reading.k, reading.timing.ms, notices) == (3, 5.0, [])
+    assert _reading(Spot(1, 60), [shown(3), shown(None), None, shown(3)], notices) is None
+    assert _reading(Spot(2, 60), [None, None, shown(0)], notices) is None
+    assert _reading(Spot(3, 60), [shown(3), shown(2), shown(3)], notices) is None
+    assert notices == [
+        "batch 1, context 60: it rained, so it has no cell",
+        "batch 2, context 60: its requests did not all decode, so it has no cell",
+        "batch 3, context 60: drafted 2 and 3 tokens in turn, so it has no cell",
+    ]
 
 
 def test_prompts_have_no_beginning_in_common_and_say_the_same_over_and_over() -> None:

@@ -4,6 +4,7 @@ the first token. What the engine does not tell is what the command line says, or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from specctl.schemas.profile import (
 )
 from specctl.schemas.roofline import Source
 
+DEVIATIONS = 2
 WHOLE = (
     "measured steps are whole, as a stream shows them: the draft, the engine and what is between it and its client are "
     "in them, and nothing is counted beside them"
@@ -96,14 +98,16 @@ def measured_prefill(profile: Profile | None) -> dict[int, float]:
 
 
 def _prefill(served: Served, readings: Readings, base: Profile | None) -> Iterator[PrefillCell]:
-    """The draft's part is what a speculating engine takes longer for the same prompt than one that does not."""
+    """The draft's part is what a speculating engine takes longer for the same prompt than one that does not, where that
+    is more than the noise of two runs."""
     plain = measured_prefill(base)
     for tokens, timing in readings.first_token.items():
         if served.speculation is None:
             yield PrefillCell(tokens=tokens, target_ms=timing.ms, source="measured")
         else:
             target_ms = plain[tokens]
-            draft_ms = max(0.0, timing.ms - target_ms)
+            longer, noise = timing.ms - target_ms, math.sqrt(2) * timing.spread
+            draft_ms = longer if longer > DEVIATIONS * noise else 0.0
             yield PrefillCell(tokens=tokens, target_ms=target_ms, draft_ms=draft_ms, source="measured")
 
 

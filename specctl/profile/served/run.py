@@ -121,12 +121,11 @@ def measure_engine(served: Served, plan: Plan, progress: Callable[[str], None] =
 
 
 def _reading(spot: Spot, rounds_: Sequence[Round | None], notices: list[str]) -> Reading | None:
-    known = [each for each in rounds_ if each is not None]
-    if 2 * len(known) < len(rounds_):
-        notices.append(f"{spot}: not all of its requests were decoding at a time, so it has no cell")
-        return None
-    why = next((each.why for each in known if each.k is None), None)
-    if why is not None:
+    """Of the rounds that can be told, if they are more than the others: one may meet a prompt that nothing is found
+    in."""
+    known = [each for each in rounds_ if each is not None and each.k is not None]
+    if 2 * len(known) <= len(rounds_):
+        why = next((each.why for each in rounds_ if each is not None and each.why), "its requests did not all decode")
         notices.append(f"{spot}: {why}, so it has no cell")
         return None
     lengths = sorted({each.k for each in known if each.k is not None})
