@@ -50,8 +50,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the chosen experts, both [T, K]."""
         routing = self.routing
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self._logits(x_TD)
         score_TE = logits_TE.sigmoid() if routing.scoring == "sigmoid" else logits_TE.softmax(-1)
         choice_TE = score_TE.detach()
         if self.e_score_correction_bias is not None:
@@ -63,6 +62,13 @@ class Router(nn.Module):
         if routing.normalised:
             weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
         return weight_TK * routing.scale, expert_TK
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        if torch.is_autocast_enabled(x_TD.device.type):  # which would narrow what is wide
+            with torch.autocast(x_TD.device.type, enabled=False):
+                return F.linear(x_TD.to(wide), self.weight.to(wide))
+        return F.linear(x_TD.to(wide), self.weight.to(wide))
 
     def _in_best_groups(self, choice_TE: Tensor) -> Tensor:
         """Minus infinity where an expert is in none of the best groups."""

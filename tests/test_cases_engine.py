@@ -49,12 +49,14 @@ def random_target(make: Make) -> Any:
 # Greedy output differs from the target's own: rejected tokens left in the cache, wrong positions
 
 
-@pytest.mark.parametrize("text", ["hello", "z", "testing", "the quick brown fox."])
-def test_greedy_output_is_the_targets(random_pair: Pair, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "ks"), [("hello", (0, 3)), ("z", (1, 5)), ("testing", (3,)), ("the quick brown fox.", (5,))]
+)
+def test_greedy_output_is_the_targets(random_pair: Pair, text: str, ks: tuple[int, ...]) -> None:
     prompt = (tiny.BOS, *text.encode())
     expected = greedy(random_pair.plain, prompt, 40)
     assert len(set(expected)) > 20
-    for k in (0, 1, 3, 5):
+    for k in ks:
         e = engine(model(random_pair.target), random_pair.drafter(), k)
         assert outputs(e.run([(list(prompt), greedy_params(40))])) == [expected]
         rate = e.stats.speculation.acceptance_rate
@@ -65,20 +67,23 @@ def test_greedy_output_is_the_targets(random_pair: Pair, text: str) -> None:
 # resampling from p, a rejected token emitted again
 
 
-def pooled(make: Make, family: str, draft: dict[int, float], **params: Any) -> tuple[list[int], SpeculationCounters]:
-    """How often a, b, c and d come in 4,000 draws: 500 requests, seeds 0 to 499, 8 tokens, K = 3."""
+def pooled(
+    make: Make, family: str, draft: dict[int, float], draws: int, **params: Any
+) -> tuple[list[int], SpeculationCounters]:
+    """How often a, b, c and d come in so many draws: requests of 16 tokens, seeds from 0 on, K = 3."""
     pair = constant(make, family, P, draft)
-    e = engine(model(pair.target), pair.drafter(), 3, pages=300, max_sequences=250, chunk=1000, check_pages=False)
-    requests = [([START], greedy_params(8, **{"temperature": 1.0, "seed": seed, **params})) for seed in range(500)]
+    e = engine(model(pair.target), pair.drafter(), 3, pages=300, max_sequences=100, chunk=1000, check_pages=False)
+    seeds = range(draws // 16)
+    requests = [([START], greedy_params(16, **{"temperature": 1.0, "seed": seed, **params})) for seed in seeds]
     counts = Counter(token for text in outputs(e.run(requests)) for token in text)
-    assert counts.total() == 4000
+    assert counts.total() == draws
     assert set(counts) <= set(P)
     return [counts[token] for token in P], e.stats.speculation
 
 
 def likely(counts: list[int], p: list[float]) -> bool:
     """Chi-square below 16.3 at 3 degrees of freedom, as likely at fewer."""
-    return chi_square(counts, [4000 * share for share in p], sum(share > 0 for share in p) - 1) > 0.00098
+    return chi_square(counts, [sum(counts) * share for share in p], sum(share > 0 for share in p) - 1) > 0.00098
 
 
 COOL, NUCLEUS = [0.68493, 0.24658, 0.06164, 0.00685], [0.625, 0.375, 0.0, 0.0]
@@ -102,13 +107,13 @@ WAYS: list[tuple[dict[int, float], dict[str, Any], list[float]]] = [
 )
 def test_sampled_output_follows_the_target(make: Make, of: str, way: int, accept: Accept | None) -> None:
     draft, params, p = WAYS[way]
-    counts, _ = pooled(make, of, draft, accept=accept, **params)
+    counts, _ = pooled(make, of, draft, 960, accept=accept, **params)
     assert likely(counts, p)
 
 
 def test_temperature_0_says_the_likeliest(make: Make) -> None:
-    counts, _ = pooled(make, "llama", Q, temperature=0.0)
-    assert counts == [4000, 0, 0, 0]
+    counts, _ = pooled(make, "llama", Q, 320, temperature=0.0)
+    assert counts == [320, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +128,9 @@ def test_acceptance_is_what_the_distributions_allow(
     make: Make, of: str, accept: Accept | None, first: float, overall: float
 ) -> None:
     """exact: the sum of min(p, q) at every slot. coupled: a little lower, at least (1 - TV) / (1 + TV)."""
-    counts, counters = pooled(make, of, Q, accept=accept)
+    counts, counters = pooled(make, of, Q, 2000, accept=accept)
     assert likely(counts, list(P.values()))
-    assert counters.num_draft_tokens == 3 * counters.num_drafts > 4500
+    assert counters.num_draft_tokens == 3 * counters.num_drafts > 2250
     assert counters.accepted_per_position[0] / counters.num_drafts == pytest.approx(first, abs=0.035)
     assert counters.acceptance_rate == pytest.approx(overall, abs=0.025)
 
@@ -190,7 +195,7 @@ def test_logprobs_are_cut_with_the_text_a_stop_string_cuts(make: Make, family: s
 def test_a_draft_of_a_shorter_context_stops_drafting_and_harms_nothing(make: Make, random_target: Any) -> None:
     short = llama_draft(make(tiny.near, of=make(tiny.llama, seed=1, max_position_embeddings=32)))
     assert short.max_length == 32
-    for length, count, drafts in ((10, 40, True), (20, 40, True), (30, 30, False), (40, 20, False)):
+    for length, count, drafts in ((10, 40, True), (20, 20, True), (30, 8, False), (40, 8, False)):
         prompt = (tiny.BOS, *range(1, length))
         e = engine(model(random_target), short, 5, chunk=16)
         [[s]] = e.run([(list(prompt), greedy_params(count))])
@@ -249,9 +254,9 @@ def test_a_target_with_more_rows_than_the_draft_can_say_them_all(make: Make, see
     target = make(tiny.table, rows=rows, vocab=5, tokenizer=False)
     draft = make(tiny.table, rows={last: {0: 0.5, 1: 0.5} for last in range(5)}, vocab=5, tokenizer=False)
     e = engine(model(target), LlamaDrafter(model(draft), 4), 2, max_sequences=100, chunk=500, pages=400)
-    params = [greedy_params(30, temperature=1.0, seed=None if seed is None else i) for i in range(100)]
+    params = [greedy_params(20, temperature=1.0, seed=None if seed is None else i) for i in range(60)]
     counts = Counter(token for text in outputs(e.run([([0], p) for p in params])) for token in text)
-    assert chi_square([counts[i] for i in (0, 1, 4)], [900, 600, 1500], 2) > 0.00098
+    assert chi_square([counts[i] for i in (0, 1, 4)], [360, 240, 600], 2) > 0.00098
     assert e.stats.speculation.num_accepted_tokens > 0
 
 

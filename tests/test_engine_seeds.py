@@ -30,9 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 RUNS = [
     (0, "near", 200),
     (1, "ngram", 10),
-    (2, "near", 200),
-    (2, "eagle3", 10),
-    (3, "near", 10),
+    (2, "eagle3", 200),
     (3, "mtp", 10),
     (4, "ngram", 10),
     (5, "near", 10),
@@ -85,7 +83,7 @@ def test_a_seeded_text_is_the_same_alone_and_in_any_company(
 ) -> None:
     params = seeded("all", n=1)
     alone = texts(engine(model(target)), params)
-    for seed in range(4 if kind == "near" else 2):
+    for seed in range(2 if kind == "near" else 1):
         rng = random.Random(seed)
         e = engine(model(target), drafters[kind], 3, pages=30, max_sequences=6, chunk=32, seed=seed)
         requests = [(p, params) for p in PROMPTS]

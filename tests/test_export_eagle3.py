@@ -162,6 +162,16 @@ def test_ids_that_sglang_counts_otherwise_for_deepseek(run: Run, make: Make, tmp
         assert f"would take taps {', '.join(map(str, taps))} for others" in said
 
 
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_the_embedding_of_a_deepseek_target_is_no_tap_for_vllm(run: Run, make: Make, tmp_path: Path, to: str) -> None:
+    """Nothing is added to the embedding yet where vLLM adds a residual to it; of a Llama it asks first."""
+    of = make(tiny.deepseek, seed=1, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4)
+    like = make(tiny_eagle3.target)
+    head = make(tiny_eagle3.head, of=like, taps=(0, 4, 5))
+    assert "vLLM does not run it: tap 0, the embedding" in refused(run, head, tmp_path / "o", to, "--target", of)
+    export(run, head, tmp_path / "o", to, "--target", like)
+
+
 def test_contradictions_are_errors(run: Run, make: Make, target: Path, tmp_path: Path) -> None:
     source = make(tiny_eagle3.head, of=target)
     two = changed(tmp_path / "two", source, lambda config, tensors: config.update(num_hidden_layers=2))

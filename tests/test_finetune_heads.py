@@ -18,6 +18,8 @@ from conftest import Run
 from finetuning import assert_same, interrupt_after, jsonl, lines, recipe, rows
 from safetensors.torch import load_file, save_file
 
+from specctl.finetune.plots import make_figure
+
 KINDS = ("mtp", "eagle3")
 
 
@@ -109,7 +111,60 @@ def test_a_head_that_is_served_otherwise_than_trained_is_named(
     monkeypatch.setattr(HeadDrafter, "catch_up", wrong)
     ran = run("finetune", found, "--target", target, "--output", tmp_path / "o")
     assert ran.code == 0, ran.err
-    assert "what is served is not what is trained, from token 1 on" in ran.err
+    said = "what is served is not what is trained, from token 1 on"
+    assert said in ran.err
+    assert said in " ".join(ran.out.split())
+    read = lines(tmp_path / "o.run" / "metrics.jsonl")
+    last = [line["validation"] for line in read if "validation" in line][-1]
+    assert [each.get("parted_from") for each in last] == [1, None]
+    assert last[0]["found_in_training"][0] > last[0]["found_in_decoding"][0]
+    *_, tokens = make_figure(read).axes
+    assert "they part from token 1 on" in labels_of(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accuracy_in_training_stands_beside_decoded_acceptance(
+    run: Run, tmp_path: Path, target: Path, kind: str
+) -> None:
+    """Token by token: on the terminal while it trains and when it is done, and in the picture."""
+    found = recipe(tmp_path / "r.json", kind)
+    ran = run("finetune", found, "--target", target, "--output", tmp_path / "o")
+    assert ran.code == 0, ran.err
+    read = lines(tmp_path / "o.run" / "metrics.jsonl")
+    validated = [(line["step"], line["validation"][0]) for line in read if "validation" in line]
+    trained = {line["step"]: line["accuracy"] for line in read if "loss" in line}
+    assert len(validated) > 2
+    for step, greedy in validated:
+        decoded, known = (spelt(greedy[key]) for key in ("found_in_decoding", "found_in_training"))
+        batch = f"; each by itself in the last batch: {spelt(trained[step])}" if step else ""
+        said = f"step {step}: right up to token 1, 2: {decoded} decoded, {known} by training's own pass{batch}\n"
+        assert said in ran.err
+        assert greedy["parted_from"] is None
+    assert "right up to token 1, 2" in ran.out
+    assert "they part" not in ran.out
+
+    *_, acceptance, tokens = make_figure(read).axes
+    assert "Acceptance on held-out prompts" in acceptance.get_title("left")
+    assert labels_of(tokens) == ["token 1", "token 2"]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in tokens.get_lines()]
+    for slot in range(2):
+        for key in ("found_in_decoding", "found_in_training"):
+            assert ([step for step, _ in validated], [greedy[key][slot] for _, greedy in validated]) in drawn
+        assert (list(trained), [each[slot] for each in trained.values()]) in drawn
+
+
+def spelt(shares: list[float]) -> str:
+    return ", ".join(f"{share:.3f}" for share in shares)
+
+
+def labels_of(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_a_run_without_a_chain_has_no_such_panel(run: Run, tmp_path: Path, target: Path) -> None:
+    assert run("finetune", recipe(tmp_path / "r.json"), "--target", target, "--output", tmp_path / "o").code == 0
+    titles = [axes.get_title("left") for axes in make_figure(lines(tmp_path / "o.run" / "metrics.jsonl")).axes]
+    assert titles == ["Losses", "Learning rate", "Acceptance on held-out prompts, bonus counted"]
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -122,8 +177,9 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_interrupted_and_gone_on_with(run: Run, tmp_path: Path, target: Path, states: str) -> None:
-    found = recipe(tmp_path / "r.json", "eagle3", **STATES[states], draft={"vocab_size": 40})
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_and_gone_on_with(run: Run, tmp_path: Path, target: Path, kind: str, states: str) -> None:
+    found = recipe(tmp_path / "r.json", kind, **STATES[states], draft={"vocab_size": 40})
     expected = tmp_path / "whole"
     finetune(run, found, "--target", target, "--output", expected)
     arguments = ["finetune", found, "--target", target, "--output", tmp_path / "out"]
@@ -137,6 +193,35 @@ def test_interrupted_and_gone_on_with(run: Run, tmp_path: Path, target: Path, st
     ran = run(*arguments, "--resume")
     assert ran.code == 0, ran.err
     assert_same(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_early_stop_by_acceptance(run: Run, tmp_path: Path, target: Path, kind: str) -> None:
+    """Nothing is learnt at a rate of nothing, so no validation is better than the first."""
+    values = {"optimiser": {"lr": 1e-12}, "validation": {"every_steps": 1, "patience": 2}}
+    found = recipe(tmp_path / "r.json", kind, **values)
+    assert finetune(run, found, "--target", target, "--output", tmp_path / "o")["steps"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_passes_in_bfloat16_and_steps_that_are_run_again(
+    run: Run, make: Callable[..., Path], tmp_path: Path, kind: str, family: str
+) -> None:
+    """Run again, a step is what it was; in bfloat16 nearly, with weights in float32 all the same."""
+    target = make(tiny.deepseek if family == "deepseek_v3" else tiny.llama, seed=1)
+    again: dict[str, Any] = {"checkpointing": True}
+    losses, weights = {}, {}
+    for name, more in {"plain": {}, "again": again, "short": again | {"autocast": "bfloat16"}}.items():
+        values = {"data": {"held_out_fraction": 0}, "optimiser": more, "epochs": None, "max_steps": 4}
+        found = recipe(tmp_path / "r.json", kind, **values)
+        losses[name] = finetune(run, found, "--target", target, "--output", tmp_path / name)["loss"]
+        weights[name] = load_file(tmp_path / name / "model.safetensors")
+    assert losses["again"] == losses["plain"]
+    assert all(torch.equal(weights["again"][part], tensor) for part, tensor in weights["plain"].items())
+    assert losses["short"] == pytest.approx(losses["plain"], rel=0.03)
+    assert losses["short"] != losses["plain"]
+    assert all(tensor.dtype != torch.bfloat16 for tensor in weights["short"].values())
 
 
 def test_harvested_states_are_those_that_would_be_computed(run: Run, tmp_path: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_mtp
 import torch
 from conftest import Run
 from finetuning import jsonl, lines, recipe
@@ -42,11 +43,19 @@ def target(make: Callable[..., Path]) -> Path:
     return make(tiny.llama, seed=11, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "eagle3"])
-def test_two_processes_give_the_losses_of_one(run: Run, tmp_path: Path, target: Path, kind: str) -> None:
+# Ten tokens occur as labels and one ends the texts: of seven in the vocabulary some are chosen by how often they occur.
+CURVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "eagle3": ("eagle3", {"draft": {"vocab_size": 40}, "loss": {"feature": 0.3}}),
+    "mtp, few tokens": ("mtp", {"draft": {"vocab_size": 7}}),
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_two_processes_give_the_losses_of_one(run: Run, tmp_path: Path, target: Path, curve: str) -> None:
     """Ten examples in steps of three packed rows: one process has two of them, the other one, and at the end of an
     epoch one has none."""
-    more = {"draft": {"vocab_size": 40}, "loss": {"feature": 0.3}} if kind == "eagle3" else {}
+    kind, more = CURVES[curve]
     found = recipe_of(kind, tmp_path / "r.json", **more)
     alone = run("finetune", found, "--target", target, "--output", tmp_path / "alone", "--json")
     assert alone.code == 0, alone.err
@@ -57,12 +66,45 @@ def test_two_processes_give_the_losses_of_one(run: Run, tmp_path: Path, target: 
     assert two["acceptance"] == one["acceptance"]
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both"))
     assert ours.keys() == theirs.keys()
+    for table in ("d2t", "t2d"):
+        assert (table in ours) == ("draft" in more)
+        assert table not in ours or torch.equal(ours[table], theirs[table])
     for name, tensor in ours.items():
         assert tensor.shape == theirs[name].shape
         assert float((tensor.double() - theirs[name].double()).abs().max()) < 1e-5, name
     read = [lines(tmp_path / f"{name}.run" / "metrics.jsonl") for name in ("alone", "both")]
     assert [line.get("labels") for line in read[0]] == [line.get("labels") for line in read[1]]
     assert ran.stderr.count("data: 12 rows") == 1
+
+
+def test_experts_that_nobody_chose(run: Run, make: Callable[..., Path], tmp_path: Path) -> None:
+    """Of 32 experts the router's bias leaves most alone; their weights have gradients in neither process."""
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 32, "num_experts_per_tok": 2}
+    target = make(biased, of=make(tiny_mtp.mtp, of=make(tiny.deepseek, seed=1, **sizes)))
+    more = {"draft": {"init": str(target)}, "epochs": None, "max_steps": 3, "data": {"held_out_fraction": 0}}
+    packing = {"accumulate": 3, "tokens_per_batch": 64, "weight_decay": 0}  # what has no gradient stays as it is
+    found = recipe_of("mtp", tmp_path / "r.json", optimiser=packing, **more)
+    alone = run("finetune", found, "--target", target, "--output", tmp_path / "alone", "--json")
+    assert alone.code == 0, alone.err
+    ran = together(found, "--target", target, "--output", tmp_path / "both", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["loss"] == pytest.approx(json.loads(alone.out)["loss"], abs=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both"))
+    assert max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours) < 1e-5
+    before = tiny.read(target)[1]
+    moved = {name for name in ours if not torch.allclose(ours[name], before[name], rtol=0, atol=1e-4)}
+    experts = {name.split(".experts.")[1].split(".")[0] for name in moved if ".experts." in name}
+    assert experts == {"0", "1", "8", "9"}
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" not in moved
+
+
+def biased(path: Path, *, of: Path) -> Path:
+    """The same model, whose MTP layer goes to four experts of 32 only."""
+    config, tensors = tiny.read(of)
+    bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.zeros_like(bias)
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"][[0, 1, 8, 9]] = 10.0
+    return tiny.derive(path, of, config, tensors)
 
 
 def test_states_that_one_keeps_while_it_answers_are_read_by_both(run: Run, tmp_path: Path, target: Path) -> None:

@@ -96,6 +96,18 @@ def test_a_draft_learns_what_its_target_says(run: Run, make: Callable[..., Path]
     assert {tuple(json.loads(line)[1]) for line in stored[1:]} == {(*b"BCDEFGH", tiny.END)}
 
 
+@pytest.mark.parametrize("kind", ["llama", "mtp", "eagle3"])
+@pytest.mark.parametrize("loss", ["kl", "tv"])
+def test_a_target_stored_in_float64(run: Run, make: Callable[..., Path], tmp_path: Path, kind: str, loss: str) -> None:
+    """It runs in that, and the draft is trained in float32."""
+    target = make(tiny.llama, seed=11, dtype=torch.float64)
+    values = {"loss": {"ce": 0, "kl": 0, "tv": 0} | {loss: 1.0}, "epochs": None, "max_steps": 2}
+    found = recipe(tmp_path / "r.json", kind, **values)
+    ran = run("finetune", found, "--target", target, "--output", tmp_path / "o", "--json")
+    assert ran.code == 0, ran.err
+    assert min(json.loads(ran.out)["loss"]) > 0
+
+
 # -- interruptions -----------------------------------------------------------------------------------------------------
 
 

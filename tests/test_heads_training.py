@@ -12,6 +12,7 @@ import tiny
 import tiny_mtp
 import torch
 from decoding import engine, greedy_params, model
+from fixtures import Make
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import CPU
@@ -34,6 +35,7 @@ from specctl.train.packing import Chain, packed
 
 IDS = tuple(range(1, 90, 2))
 Build = Callable[[CausalLM], HeadDrafter]
+DTYPES = {torch.float64: 1e-11, torch.float32: 3e-3}  # and how far logits may be apart
 
 
 def filled(found: HeadModule, seed: int = 5, dtype: torch.dtype = torch.float64) -> None:
@@ -46,15 +48,27 @@ def filled(found: HeadModule, seed: int = 5, dtype: torch.dtype = torch.float64)
         setattr(found.get_submodule(owner), leaf, nn.Parameter(value))
 
 
+def dtype_of(target: CausalLM) -> torch.dtype:
+    return target.model.norm.weight.dtype
+
+
 def mtp(target: CausalLM, ids: tuple[int, ...] | None = None) -> HeadDrafter:
     ids_V = None if ids is None else torch.tensor(ids)
     with torch.device("meta"):
         found = Mtp(target, target.config.num_layers, ids_V=ids_V)
-    filled(found)
+    filled(found, dtype=dtype_of(target))
     generator = torch.Generator().manual_seed(8)
-    rows = torch.randn(found.num_columns, found.width, generator=generator, dtype=torch.float64)
+    rows = torch.randn(found.num_columns, found.width, generator=generator, dtype=dtype_of(target))
     found.use_rows(rows / math.sqrt(found.width))
     return HeadDrafter("mtp", found)
+
+
+def mtp_over_the_targets_head(target: CausalLM) -> HeadDrafter:
+    """As it is trained: a target's distribution is within its reach."""
+    drafter = mtp(target)
+    assert isinstance(drafter.model, Mtp)
+    drafter.model.use_rows(target.lm_head.weight.detach())
+    return drafter
 
 
 def eagle3(target: CausalLM, ids: tuple[int, ...] | None = None, **flags: bool) -> HeadDrafter:
@@ -86,25 +100,39 @@ def eagle3(target: CausalLM, ids: tuple[int, ...] | None = None, **flags: bool) 
     ids_V = None if ids is None else torch.tensor(ids)
     with torch.device("meta"):
         found = Eagle3(head, layer, target, ids_V)
-    filled(found)
+    filled(found, dtype=dtype_of(target))
     return HeadDrafter("eagle3", found)
 
 
-HEADS: dict[str, Build] = {
-    "mtp": mtp,
-    "mtp-reduced": lambda target: mtp(target, IDS),
-    "eagle3": eagle3,
-    "eagle3-reduced": lambda target: eagle3(target, IDS),
-    "eagle3-norms": lambda target: eagle3(
-        target, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True
+# With the family of the target, whose architecture an MTP layer has.
+HEADS: dict[str, tuple[str, Build]] = {
+    "mtp": ("llama", mtp),
+    "mtp-reduced": ("llama", lambda target: mtp(target, IDS)),
+    "mtp-qwen3": ("qwen3", mtp),
+    "mtp-deepseek_v3": ("deepseek_v3", mtp),
+    "mtp-deepseek_v3-reduced": ("deepseek_v3", lambda target: mtp(target, IDS)),
+    "mtp-deepseek_v2": ("deepseek_v2", mtp),
+    "eagle3": ("llama", eagle3),
+    "eagle3-reduced": ("llama", lambda target: eagle3(target, IDS)),
+    "eagle3-deepseek_v3": ("deepseek_v3", eagle3),
+    "eagle3-norms": (
+        "llama",
+        lambda target: eagle3(target, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True),
     ),
 }
-heads = pytest.mark.parametrize("build", HEADS.values(), ids=HEADS)
+heads = pytest.mark.parametrize(("target", "build"), HEADS.values(), ids=HEADS, indirect=["target"])
+
+
+def made(make: Make, family: str) -> Path:
+    """Two layers, of which a DeepSeek has one with experts; its rotation is scaled."""
+    if family.startswith("deepseek"):
+        return make(tiny.deepseek, seed=3, model_type=family)
+    return make(tiny.llama, seed=3, model_type=family, tie_word_embeddings=False)
 
 
 @pytest.fixture
-def target(make: Callable[..., Path]) -> CausalLM:
-    return model(make(tiny.llama, seed=3, tie_word_embeddings=False))
+def target(make: Make, request: pytest.FixtureRequest) -> CausalLM:
+    return model(made(make, getattr(request, "param", "llama")))
 
 
 def learner(drafter: HeadDrafter, checkpointing: bool = False) -> HeadDrafter:
@@ -127,52 +155,53 @@ def spoken(target: CausalLM, prompt: str, count: int) -> Example:
 
 
 class Watched(HeadDrafter):
-    """Notes the logits of every slot it drafts, and of what begins every block."""
+    """Notes every block: where it begins, its tokens, and the logits that each of them was drawn from."""
 
     def __init__(self, inner: HeadDrafter) -> None:
         super().__init__(inner.kind, inner.model)
-        self.blocks: list[tuple[int, list[Tensor]]] = []
+        self.blocks: list[tuple[int, list[int], list[Tensor]]] = []
+        self._slots: list[Tensor] | None = None
 
     def draft(self, batch: Batch, carry: Any, k: list[int], sampling: Any) -> Any:
-        self.blocks.append((batch.spans[0].start, [carry.logits_LV[batch.lane_B[0]].clone()]))
-        return super().draft(batch, carry, k, sampling)
+        self._slots = [carry.logits_LV[batch.lane_B[0]].clone()]
+        found = super().draft(batch, carry, k, sampling)
+        self.blocks.append((batch.spans[0].start, found.token_BK[0].tolist(), self._slots))
+        self._slots = None
+        return found
 
     def _last(self, rows: Batch, read_TD: Tensor) -> tuple[Tensor, Tensor]:
         fed_BD, logits_BV = super()._last(rows, read_TD)
-        if self.blocks and len(rows.token_T) == 1 and rows.spans[0].start >= self.blocks[-1][0]:
-            self.blocks[-1][1].append(logits_BV[0].clone())
+        if self._slots is not None:
+            self._slots.append(logits_BV[0].clone())
         return fed_BD, logits_BV
 
 
-@heads
-def test_training_logits_are_the_engines_at_every_step_of_the_chain(target: CausalLM, build: Build) -> None:
-    """Of every block the first slot's, and those of later slots as long as the block is right, which is what training
-    sees: in a text that the target said, whatever comes of it."""
-    prompt, count, k = list(b"once upon a time"), 24, 4
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
+@pytest.mark.parametrize(("family", "build"), HEADS.values(), ids=HEADS)
+def test_training_logits_are_the_engines_at_every_step_of_the_chain(
+    make: Make, family: str, build: Build, dtype: torch.dtype
+) -> None:
+    """Of every slot of a block, in a text that goes on as the block does: what training then sees at the step of
+    that slot is what decoding saw, whatever came of it."""
+    target = model(made(make, family), dtype)
+    prompt, count, k = list(b"once upon a time"), 16, 4
     watched = Watched(build(target))
     e = engine(target, watched, k)
     choice = e.choices(e.add(list(prompt), greedy_params(count)))[0]
     while e.has_work:
         e.step()
-    text = [*prompt, *choice.output]
-    example = Example.of("one", text, [(1, len(text))])
-    states = HiddenStates(target, [example], Reads(watched.taps, every_row=True))
-    drafter = build(target)
+    text, drafter = [*prompt, *choice.output], build(target)
     drafter.attn = ChainAttention()
-    rows = packed([example], Chain(k, 1), hidden=states.hidden([0]))
-    with torch.no_grad():
-        trained_J = [drafter.model.logits(final_TD) for final_TD in drafter.unroll(rows)]
-    compared = [0] * k
-    for start, slots in watched.blocks:
-        for step, logits_V in enumerate(slots):
-            row = start - 2
-            assert float((trained_J[step][row] - logits_V).abs().max()) < 1e-11
-            compared[step] += 1
-            ids_V = drafter.model.ids_V
-            said = int(logits_V.argmax()) if ids_V is None else int(ids_V[logits_V.argmax()])
-            if start + step >= len(text) or said != text[start + step]:
-                break
-    assert compared[0] > 8
+    assert len(watched.blocks) > 8
+    for start, tokens, slots in watched.blocks[::3]:
+        assert len(slots) == len(tokens) == k
+        example = Example.of("one", [*text[:start], *tokens], [(1, start + k)])
+        states = HiddenStates(target, [example], Reads(watched.taps, every_row=True))
+        rows = packed([example], Chain(k, 1), hidden=states.hidden([0]))
+        with torch.no_grad():
+            for final_TD, logits_V in zip(drafter.unroll(rows), slots, strict=True):
+                trained_V = drafter.model.logits(final_TD)[start - 2]
+                assert float((trained_V - logits_V).abs().max()) < DTYPES[dtype]
 
 
 @heads
@@ -340,9 +369,8 @@ def test_the_targets_parts_do_not_move(make: Callable[..., Path]) -> None:
     assert not any(name.startswith(("embed_tokens", "shared_head.head")) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("loss", "build"), [("ce", eagle3), ("kl", eagle3), ("tv", eagle3), ("feature", eagle3), ("feature", mtp)]
-)
+@pytest.mark.parametrize("build", [eagle3, mtp_over_the_targets_head], ids=["eagle3", "mtp"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "tv", "feature"])
 def test_overfitting_one_text_reaches_the_floor(target: CausalLM, loss: str, build: Build) -> None:
     """Of cross-entropy to a text that determines itself 0; of distances to the target with all of its vocabulary 0."""
     data = [spoken(target, "hello there", 8)]
@@ -375,6 +403,33 @@ def test_chunks_change_nothing(target: CausalLM) -> None:
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-11)
     assert torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-10)
     assert torch.allclose(found[0][2], found[1][2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_targets_other_logits_may_be_computed_once(target: CausalLM, temperature: float, autocast: bool) -> None:
+    """For all steps of a chain and the gradient; with the rows of its head that are scored it comes to the same."""
+    data = [spoken(target, "hello there", 12), spoken(target, "and now", 7)]
+    found, calls = [], []
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return target.logits(rows)
+
+    for rows in (None, target.lm_head.weight.detach()[list(IDS)]):
+        drafter = learner(eagle3(target, IDS))
+        states = HiddenStates(target, data, Reads(drafter.taps, every_row=True))
+        row = packed(data, Chain(3, 1), hidden=states.hidden([0, 1]))
+        objective = Objective(0.2, 0.5, 0.3, temperature, 4, logits, teacher_rows=rows)
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, sums = drafter.loss(row, objective)
+        loss.backward()
+        found.append((loss.detach(), sums, drafter.model.lm_head.weight.grad.clone(), sum(calls)))
+    for one, other in zip(found[0][:3], found[1][:3], strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    places = {place for labels in row.label_JT for place in (labels >= 0).nonzero()[:, 0].tolist()}
+    assert len(places) <= found[1][3] <= len(places) + 2 * len(data) < found[0][3] / 4
 
 
 def test_an_argmax_outside_the_vocabulary_is_what_a_draft_cannot_say(target: CausalLM) -> None:

@@ -15,6 +15,8 @@ from fixtures import Make
 from test_eagle3_layouts import changed
 from tiny_eagle3 import IDS, TAPS
 
+from specctl.convert_mtp.facts import config_sha
+
 
 @pytest.fixture(scope="module")
 def target(make: Make) -> Path:
@@ -84,6 +86,26 @@ def test_a_reduced_mtp_layer(run: Run, make: Make, tmp_path: Path) -> None:
     assert any(f"it scores {len(IDS)} of 264 token ids" in each["what"] for each in found["problems"])
     path = changed(tmp_path / "lost", alone, lambda config, tensors: config.update(draft_vocab_size=80))
     assert "d2t is missing, and the layer has 80 of 264 token ids" in run("inspect", path).out
+
+
+def test_what_engines_would_misread_beside_a_deepseek_target(run: Run, make: Make, tmp_path: Path) -> None:
+    """SGLang adds one to ids of such a target only where the first is 1; vLLM has no residual beside its embedding."""
+    of = make(tiny.deepseek, seed=1, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4)
+    like = make(tiny_eagle3.target)
+
+    def warned(engine: str, taps: tuple[int, ...], target: Path, layout: Any) -> list[str]:
+        name = "-".join(map(str, (*taps, target.name, layout)))
+        head = changed(tmp_path / name, make(tiny_eagle3.head, of=like, taps=taps, layout=layout), lambda *both: None)
+        about = {"name": str(target), "revision": None, "config_sha": config_sha(target), "tensors_sha": None}
+        (head / "specctl.json").write_text(json.dumps({"target": about}))
+        return [each["what"] for each in inspected(run, head)["problems"] if each["what"].startswith(engine)]
+
+    assert warned("SGLang", (2, 4, 5), of, "sglang") == warned("SGLang", (3, 4, 6), like, "sglang") == []
+    assert warned("SGLang", (3, 4, 6), of, "sglang") == ["SGLang reads taps 2, 3, 5, the head 3, 4, 6"]
+    for layout in ("vllm", "speculators"):
+        (said,) = warned("vLLM", (0, 4, 5), of, layout)
+        assert "tap 0, the embedding, has no residual beside it yet" in said
+        assert warned("vLLM", (0, 4, 5), like, layout) == []
 
 
 def test_the_last_tap(run: Run, make: Make, target: Path, tmp_path: Path) -> None:

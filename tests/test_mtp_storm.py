@@ -21,7 +21,8 @@ REQUESTS = 400
 
 
 @pytest.mark.parametrize(
-    ("family", "detach"), [("llama", False), ("llama", True), ("deepseek_v3", True), ("eagle3", True)]
+    ("family", "detach"),
+    [("llama", False), ("llama", True), ("deepseek_v3", True), ("eagle3", False), ("eagle3", True)],
 )
 def test_hundreds_of_requests(make: Make, monkeypatch: pytest.MonkeyPatch, family: str, detach: bool) -> None:
     if family == "eagle3":

@@ -242,6 +242,28 @@ def test_tune_predicts_what_was_measured(run: Run, tmp_path: Path) -> None:
     assert "drafting is taken to cost nothing" not in ran.err
 
 
+def test_a_draft_shorter_than_any_that_was_measured_is_not_taken_for_cheap(run: Run, tmp_path: Path) -> None:
+    """A step that drafts takes 8 ms more than a plain one, and 1 ms a token: K = 1 on the line from the plain step to
+    K = 3 would be 4.33 ms cheaper than it is, and the best K."""
+    found = measured({(1, 0): 10.0, (1, 3): 21.0, (1, 4): 22.0}, spread=0.0)
+    ran = tuned(run, tmp_path, found, 0.55, "--json")
+    value = told(ran)
+    steps = {k: each["step_ms"] for k, each in by_k(places(value)[1]).items()}
+    assert steps == pytest.approx({0: 10.0, 1: 21.0, 2: 21.0, 3: 21.0, 4: 22.0})
+    assert places(value)[1]["k"] == 0
+    assert any("K below 3 was not timed everywhere" in notice for notice in value["notices"])
+    known = measured({(1, k): 10.0 if k == 0 else 18.0 + k for k in range(5)}, spread=0.0)
+    value = told(tuned(run, tmp_path, known, 0.55, "--json"))
+    assert not any("not timed everywhere" in notice for notice in value["notices"])
+
+
+def test_what_drafting_costs_is_no_edge() -> None:
+    """Blocks of two at batch 64 have 128 rows and cost 8 ms more than the plain step's 64; so they do at batch 32."""
+    found = measured({(b, k): 10.0 if k == 0 else 18.0 + k for b in (32, 64) for k in (0, 1, 2, 3)}, spread=0.0)
+    times = StepCosts(found, "P.yaml").at(40, 1024, 3, 0)
+    assert times.target_SQ[0].tolist() == pytest.approx([10.0, 19.0, 20.0, 21.0])
+
+
 def test_what_is_not_known_of_whole_steps_is_not_answered(run: Run, tmp_path: Path) -> None:
     value = measured({(1, 0): 11.0, (1, 1): 12.0})
     ran = tuned(run, tmp_path, value, 0.9, "--what-if", "draft=-20%")

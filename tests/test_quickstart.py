@@ -177,12 +177,14 @@ def test_plan_does_what_it_is_told() -> None:
 
 
 def test_training_follows_the_pace() -> None:
-    fast, slow, hopeless = (
-        choose_training(Pace(5 * token, token, token / 20, token / 8), 45, 900, 48) for token in (0.01, 0.13, 1.0)
+    fast, slow, slower, hopeless = (
+        choose_training(Pace(5 * token, token, token / 20, token / 8), 45, 900, 48) for token in (0.01, 0.13, 0.4, 1.0)
     )
     assert fast.answers == MOST_ANSWERS
     assert LEAST_ANSWERS <= slow.answers < MOST_ANSWERS
     assert slow.seconds <= 450
+    assert slower.answers == LEAST_ANSWERS
+    assert 450 < slower.seconds <= 600
     assert (hopeless.answers, hopeless.seconds) == (0, 0)
     assert choose_training(Pace(1, 1), 45, 900, 48, answers=7).answers == 7
 

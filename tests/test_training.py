@@ -70,6 +70,39 @@ def test_losses_and_gradients_are_autograds(ce: float, kl: float, tv: float, tem
     assert int(sums[3]) == int((logits.argmax(-1) == label).sum())
 
 
+@pytest.mark.parametrize("wide", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("ce", "kl", "tv", "feature"), [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0.3, 0.5, 0.2, 0.1)]
+)
+@pytest.mark.parametrize("ids", [None, (1, 4, 9, 16)])
+def test_draft_and_target_may_compute_in_two_dtypes(
+    ce: float, kl: float, tv: float, feature: float, ids: tuple[int, ...] | None, wide: str
+) -> None:
+    """As a draft does that is trained in float32 for a target stored in float64."""
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab, width = 9, 31, 7
+    columns = vocab if ids is None else len(ids)
+    final, teacher, theirs, head = (
+        torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (rows, rows, vocab, columns)
+    )
+    label, ids_V = torch.arange(rows) % columns, None if ids is None else torch.tensor(ids)
+
+    def run(ours: torch.dtype, of: torch.dtype) -> list[torch.Tensor]:
+        begun, weight = final.to(ours).requires_grad_(), nn.Parameter(head.to(ours))
+        weight.grad = torch.zeros_like(weight)
+        objective = Objective(ce, kl, tv, 1.5, 4, lambda each: each @ theirs.to(of).T, feature)
+        scored = Scored(begun, label, torch.ones(rows, dtype=torch.float64), teacher.to(of))
+        loss, sums = objective(scored, OutputHead(weight, columns, ids_V))
+        loss.backward()
+        assert begun.grad.dtype == weight.grad.dtype == ours
+        return [loss.detach(), sums, begun.grad.double(), weight.grad.double()]
+
+    narrow = torch.float32
+    found = run(narrow, torch.float64) if wide == "target" else run(torch.float64, narrow)
+    for one, other in zip(found, run(torch.float64, torch.float64), strict=True):
+        assert float((one - other).abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize(("ce", "kl", "feature"), [(0, 0, 1), (0.3, 0.5, 0.7)])
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_the_distance_of_hidden_states_is_the_plain_formula(ce: float, kl: float, feature: float, chunk: int) -> None:

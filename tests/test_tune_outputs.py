@@ -18,6 +18,9 @@ from shapes import LLAMA_1B, LLAMA_8B
 from tuning import TU1, Tune, told, tuner
 
 from specctl.schemas.policy import read_policy
+from specctl.schemas.profile import Profile
+from specctl.tune.plots import parts
+from specctl.tune.run import run_tune
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -158,6 +161,38 @@ def test_the_report_is_one_page_with_its_pictures(tune: Tune, tmp_path: Path) ->
         assert "i.i.d. formula" in part
         assert "specctl tune" in part or "command" in part
     assert f"| 1 - {policy.k[0].batch[1]} | all | 3 |" in text
+
+
+WHOLE = profile({1: [10, 16, 18, 20], 8: [12, 36, 48, 60]}, whole_steps=True)
+
+
+def test_a_step_timed_from_outside_is_not_taken_for_the_targets_pass(tune: Tune, tmp_path: Path) -> None:
+    """Of the 20 ms of K = 3 alone 10 are a plain step's and 10 more are the draft's, the engine's and wider passes'."""
+    ran = tune(WHOLE, 0.9, "--json", "--report", tmp_path / "R.html")
+    places = told(ran)["places"]
+    assert [place["k"] for place in places] == [3, 0]
+    assert {(place["c"], place["u"]) for place in places} == {(None, None)}
+    assert {each["v"] for place in places for each in place["candidates"]} == {None}
+    assert "as wholes: how much longer one with a draft takes is known" in (tmp_path / "R.html").read_text()
+    shown = tune(WHOLE, 0.9, "--force")
+    assert "plain step 10.00 ms, steps are whole (no c, v, u)" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("value", "alone", "named"),
+    [
+        (WHOLE, [10, 10], ["as long as a plain step", "longer, for drafting and checking"]),
+        (profile({1: [10, 11, 12, 13]}, {1: 2.0}), [13, 6, 0], ["target's pass", "draft's passes", "engine"]),
+    ],
+)
+def test_where_the_time_goes(value: dict[str, Any], alone: list[float], named: list[str]) -> None:
+    tuning = run_tune(Profile.model_validate(value), "P", 0.9, "0.9")
+    decision = tuning.decisions[0]
+    tokens = 1 + 0.9 + 0.81 + 0.729
+    found = parts(decision, 3, tuning.of.whole_steps)
+    assert list(found) == named
+    assert list(found.values()) == pytest.approx([ms / tokens for ms in alone])
+    assert next(iter(parts(decision, 0, tuning.of.whole_steps).values())) == pytest.approx(10)
 
 
 def test_a_map_is_drawn_where_there_are_contexts(tune: Tune, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Run
-from handmade import PROVENANCE, profile, trace, write_yaml
+from handmade import profile, trace, write_yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from tuning import told
+from tuning import Ask, asker, told
 
 from specctl.tune.acceptance import of_survival
 from specctl.tune.rates import Conditional, Survival, falling, geometric_rate, of_lengths
 
-PROFILE = profile({1: [10, 10.2, 10.4, 10.6, 10.8, 11.0]}, {1: 0.5})
-
-Ask = Callable[..., Any]
-
 
 @pytest.fixture
 def ask(run: Run, tmp_path: Path) -> Ask:
-    """ask(text or value, flags) is `specctl tune` on a file with that in it."""
-
-    def tuned(given: object, *more: object, name: str = "A") -> Any:
-        file = tmp_path / name
-        file.write_text(given if isinstance(given, str) else json.dumps(given), encoding="utf-8")
-        path = write_yaml(tmp_path / "P.yaml", PROFILE)
-        out = tmp_path / "Y.yaml"
-        return run("tune", "--profile", path, "--acceptance", file, "--output", out, "--json", "--force", *more)
-
-    return tuned
+    return asker(run, tmp_path)
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -163,143 +149,6 @@ def test_a_table_that_cannot_be_is_refused_and_named(ask: Ask, given: object, fl
     ran = ask(given, *flags)
     assert (ran.code, "Traceback" in ran.err, "Internal" in ran.err) == (2, False, False)
     assert said in ran.err
-
-
-# -- counters ----------------------------------------------------------------------------------------------------------
-
-VLLM = """\
-# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 600.0
-vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 400.0
-# TYPE vllm:spec_decode_num_draft_tokens_total counter
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 3000.0
-# TYPE vllm:spec_decode_num_accepted_tokens_total counter
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 1660.0
-# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 710.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 530.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 420.0
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 2.0
-"""
-SGLANG = """\
-# TYPE sglang:spec_accept_length gauge
-sglang:spec_accept_length{model_name="m",tp_rank="0"} 2.44
-# TYPE sglang:spec_accept_rate gauge
-sglang:spec_accept_rate{model_name="m",tp_rank="0"} 0.48
-"""
-
-
-def test_the_counters_of_vllm(ask: Ask) -> None:
-    value = told(ask(VLLM))
-    assert value["survival"] == pytest.approx([0.71, 0.53, 0.42])
-    assert value["survival_ci95"][0][0] == pytest.approx(0.71 - 0.028, abs=0.006)
-    assert any("binomial" in notice for notice in value["notices"])
-
-
-def test_our_own_counters_know_how_many_could_get_there(ask: Ask) -> None:
-    ours = VLLM.replace("vllm:", "specctl:") + "\n".join(
-        f'specctl:spec_decode_num_draft_tokens_per_pos_total{{position="{k}"}} {count}'
-        for k, count in enumerate((1000, 1000, 840))
-    )
-    assert told(ask(ours + "\n"))["survival"] == pytest.approx([0.71, 0.53, 0.5])
-
-
-def test_a_mean_length_is_all_that_sglang_tells(ask: Ask) -> None:
-    """A rate of 0.48 and a length of 2.44 are of K = 3; 1 + 0.7 + 0.49 + 0.343 is 2.533, so a little less than 0.7."""
-    value = told(ask(SGLANG))
-    assert value["effective"]["iid"] is True
-    assert value["effective"]["k_max"] == 3
-    assert 1 + sum(value["survival"]) == pytest.approx(2.44, abs=1e-3)
-    assert any("i.i.d." in notice for notice in value["notices"])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (('position="0"} 710', 'position="0"} 1710'), "1710 drafts were accepted up to position 1"),
-        (('position="1"} 530', 'position="1"} 730'), "730 drafts were accepted up to position 2 and 710"),
-        (('position="2"', 'position="3"'), "positions [0, 1, 3]"),
-        (
-            ('tokens_total{engine="0",model_name="m"} 3000', 'tokens_total{engine="0",model_name="m"} 2000'),
-            "2.00 tokens on average",
-        ),
-        (("} 1660.0", "} 1400.0"), "its positions add up to 1660"),
-        (('engine="1",model_name="m"', 'engine="1",model_name="n"'), "several models (m, n)"),
-        (("_per_pos", "_per_place"), "has neither"),
-        (("} 600.0", "} six"), "is no Prometheus text"),
-        (("drafts_total{", "draughts_total{"), "spec_decode_num_drafts is missing"),
-    ],
-)
-def test_counters_that_cannot_be_are_refused(ask: Ask, change: tuple[str, str], said: str) -> None:
-    assert change[0] in VLLM
-    ran = ask(VLLM.replace(*change))
-    assert ran.code == 2
-    assert said in ran.err
-
-
-def test_sglang_without_a_k_tells_nothing(ask: Ask) -> None:
-    ran = ask("\n".join(SGLANG.splitlines()[:2]) + "\n")
-    assert ran.code == 2
-    assert "nothing tells of which K" in ran.err
-
-
-def speculation(k: int, accepted: list[int], drafts: int = 100, accept: str = "exact") -> dict[str, Any]:
-    return {
-        "num_drafts": drafts,
-        "num_draft_tokens": drafts * k,
-        "num_accepted_tokens": sum(accepted),
-        "drafted_per_position": [drafts] * k,
-        "accepted_per_position": accepted,
-        "acceptance_rate": sum(accepted) / drafts / k,
-        "mean_acceptance_length": 1 + sum(accepted) / drafts,
-        "counts_bonus": True,
-        "emitted_tokens": drafts + sum(accepted),
-        "accept": accept,
-        "lossy": accept == "typical",
-    }
-
-
-def report(*runs: tuple[str, int, dict[str, Any]]) -> dict[str, Any]:
-    def one(name: str, k: int, counts: dict[str, Any] | None) -> dict[str, Any]:
-        times = {"ttft_ms": None, "tpot_ms": None}
-        return {
-            "name": name,
-            "k": k,
-            "batch": 1,
-            "tokens": 9,
-            "seconds": [1.0],
-            "tok_s": 9.0,
-            "speculation": counts,
-        } | times
-
-    work = {"prompts_sha": "0", "n": 1, "max_tokens": 9, "temperature": 0.7, "seed": None}
-    named = [one("plain", 0, None), *(one(*run) for run in runs)]
-    return {"schema": "specctl.report/1", "provenance": PROVENANCE, "work": work, "runs": named, "comparisons": []}
-
-
-def test_a_report_of_bench(ask: Ask) -> None:
-    """The longest run tells; the others are held against it."""
-    two = report(("d k=1", 1, speculation(1, [82])), ("d k=3", 3, speculation(3, [80, 50, 40])))
-    value = told(ask(two, name="R.json"))
-    assert value["survival"] == pytest.approx([0.8, 0.5, 0.4])
-    assert value["effective"]["temperature"] == 0.7
-    assert any("K = 1 1.82 (1.80)" in notice for notice in value["notices"])
-    assert told(ask(two, "--only", "run=d k=1", name="R.json"))["survival"] == [0.82]
-
-
-def test_a_report_that_leaves_a_choice_or_is_lossy(ask: Ask) -> None:
-    two = report(("d k=1", 1, speculation(1, [82])), ("e k=1", 1, speculation(1, [50])))
-    ran = ask(two, name="R.json")
-    assert ran.code == 2
-    assert "several drafts (d, e); name one: --only draft=NAME" in ran.err
-    assert told(ask(two, "--only", "draft=e", name="R.json"))["survival"] == [0.5]
-    lossy = ask(report(("d k=1", 1, speculation(1, [82], accept="typical"))), name="R.json")
-    assert lossy.code == 2
-    assert "lossy" in lossy.err
-    empty = ask(report(), name="R.json")
-    assert "no run with drafts" in empty.err
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ from specctl.tune.evidence import from_trace
 # Case TU1's profile: verification is nearly free alone and dear in company.
 TU1 = profile({1: [10.0, 10.2, 10.4, 10.6, 10.8], 32: [14.0, 24, 33, 42, 51]}, {1: 1.0, 32: 4.0})
 
+FREE = profile({1: [10, 10.2, 10.4, 10.6, 10.8, 11.0]}, {1: 0.5})
+
 Tune = Callable[..., Any]
+Ask = Callable[..., Any]
 
 
 def tuner(run: Run, tmp_path: Path) -> Tune:
@@ -34,6 +37,19 @@ def tuner(run: Run, tmp_path: Path) -> Tune:
         return run("tune", "--profile", file, "--acceptance", acceptance, "--output", tmp_path / "Y.yaml", *more)
 
     return command
+
+
+def asker(run: Run, tmp_path: Path) -> Ask:
+    """ask(text or value, flags) is `specctl tune` on a file with that in it."""
+
+    def tuned(given: object, *more: object, name: str = "A") -> Any:
+        file = tmp_path / name
+        file.write_text(given if isinstance(given, str) else json.dumps(given), encoding="utf-8")
+        path = write_yaml(tmp_path / "P.yaml", FREE)
+        out = tmp_path / "Y.yaml"
+        return run("tune", "--profile", path, "--acceptance", file, "--output", out, "--json", "--force", *more)
+
+    return tuned
 
 
 def told(ran: Any) -> dict[str, Any]:

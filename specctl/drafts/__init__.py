@@ -115,21 +115,27 @@ class TrainingRows:
     hidden: Hidden | None = None
     shift: int = 0
 
+    def place(self, step: int, row_R: Tensor) -> Tensor:
+        """The rows in which the target said what these rows are to say at this step, [R]."""
+        return row_R + self.shift + step
+
     def following(self, step: int, row_R: Tensor) -> Tensor:
-        """The target's final hidden states where it said what these rows are to say at this step, [R, E]."""
+        """The target's final hidden states there, [R, E]."""
         assert self.hidden is not None
-        return self.hidden.final_TD[row_R + self.shift + step]
+        return self.hidden.final_TD[self.place(step, row_R)]
 
 
 @dataclass(frozen=True)
 class Scored:
     """Labelled rows of one step. label_R: columns of the head, -1 for what the head has no column for. weight_R: how
-    much each counts in the loss. teacher_RE: the target's final hidden states, for an objective that looks at them."""
+    much each counts in the loss. teacher_RE: the target's final hidden states, for an objective that looks at them;
+    total_R: what it said of these before, see Objective.totals."""
 
     final_RD: Tensor
     label_R: Tensor
     weight_R: Tensor
     teacher_RE: Tensor | None = None
+    total_R: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,10 @@ class Objective(Protocol):
     @property
     def needs_teacher(self) -> bool:
         """Whether it looks at the target's hidden states."""
+
+    def totals(self, teacher_RE: Tensor) -> Tensor | None:
+        """A number for each of the target's final hidden states that takes time and is the same at whichever step of a
+        chain it is looked at, [R]; None where there is nothing of the kind."""
 
     def __call__(self, scored: Scored, head: OutputHead) -> tuple[Tensor, Tensor]:
         """The loss, weighted and summed over rows, and what else was measured, summed without weights."""

@@ -104,6 +104,18 @@ class Carry:
 RunStep = Callable[[Callable[[Tensor], tuple[Tensor, ...]], Tensor], tuple[Tensor, ...]]
 
 
+def _totals(rows: TrainingRows, row_JR: list[Tensor], objective: Objective) -> list[Tensor | None]:
+    """The objective's totals for the rows of every step. Steps look at the same places, one further each; what is said
+    of a place is computed once."""
+    assert rows.hidden is not None
+    place_JR = [rows.place(step, row_R) for step, row_R in enumerate(row_JR)]
+    place_P, index = torch.cat(place_JR).unique(return_inverse=True)
+    total_P = objective.totals(rows.hidden.final_TD[place_P])
+    if total_P is None:
+        return [None] * len(row_JR)
+    return list(total_P[index].split([len(row_R) for row_R in row_JR]))
+
+
 def _run_step(step: Callable[[Tensor], tuple[Tensor, ...]], read_TD: Tensor) -> tuple[Tensor, ...]:
     return step(read_TD)
 
@@ -164,13 +176,15 @@ class HeadDrafter:
     def loss(self, rows: TrainingRows, objective: Objective) -> tuple[Tensor, Tensor]:
         """See `Trainable`; `attn` is one with gradients; `rows` have as many steps as the chain is trained for."""
         losses, sums = [], []
-        for step, final_TD in enumerate(self.unroll(rows)):
-            row_R = (rows.label_JT[step] >= 0).nonzero()[:, 0]
+        row_JR = [(label_T >= 0).nonzero()[:, 0] for label_T in rows.label_JT]
+        total_JR = _totals(rows, row_JR, objective) if objective.needs_teacher else [None] * len(row_JR)
+        for step, (final_TD, row_R, total_R) in enumerate(zip(self.unroll(rows), row_JR, total_JR, strict=True)):
             scored = Scored(
                 final_RD=final_TD[row_R],
                 label_R=self._columns(rows.label_JT[step][row_R]),
                 weight_R=rows.weight_JT[step][row_R],
                 teacher_RE=None if not objective.needs_teacher else rows.following(step, row_R),
+                total_R=total_R,
             )
             loss, measured = objective(scored, self.model.output_head())
             losses.append(loss)

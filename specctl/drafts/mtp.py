@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specctl.attention import AttentionBackend
 from specctl.drafts import OutputHead
 from specctl.drafts.head import Given, HeadDrafter, HeadModule
+from specctl.heads.mtp import BIAS_LEAF
 from specctl.kv.batch import Batch
 from specctl.kv.cache import LayerKV
 from specctl.layers import Embedding, Linear, Purpose, RMSNorm
@@ -145,8 +146,13 @@ class Mtp(HeadModule):
         self._rows = (rows,)
 
     def trained(self) -> Iterator[nn.Parameter]:
+        """See HeadModule; and not what no gradient moves, the bias that a router's choices hang on."""
         frozen = ("embed_tokens.", "shared_head.head.")
-        return (parameter for name, parameter in self.layer.named_parameters() if not name.startswith(frozen))
+        return (
+            parameter
+            for name, parameter in self.layer.named_parameters()
+            if not name.startswith(frozen) and not name.endswith(BIAS_LEAF)
+        )
 
     def output_head(self) -> OutputHead:
         own = self.layer.shared_head.head

@@ -51,11 +51,12 @@ class Eagle3Job(Job):
 
     def prove(self, directory: Path) -> Proof:
         written, source = Checkpoint(directory), self.stored.checkpoint
-        num_layers = None if self.source.target is None else self.source.target.num_layers
+        target = self.source.target
+        num_layers, architectures = (None, ()) if target is None else (target.num_layers, target.architectures)
         own = replace(self.found.view, taps=self.stored.head.taps, tensors=_named(self.stored, self.to))
         again = layouts.read(written, self.stored.head.taps, num_layers)
         difference = 0.0
-        for view in layouts.readers(again, self.to):
+        for view in layouts.readers(again, self.to, architectures):
             for wrong in layouts.differences(own, view, num_layers):
                 raise CheckpointError(f"{self.source.name}: {wrong}")
             parameters = {ours: name for name, ours in view.tensors.items()}

@@ -60,7 +60,7 @@ def inspect_eagle3(checkpoint: Checkpoint) -> tuple[Eagle3Facts | None, list[Fin
         found = layouts.read(checkpoint, None if said is None else said.taps, num_layers)
         told = [] if target is None else _beside(stored_head(found, num_layers), target)
         faults = [fault for name in found.view.tensors if (fault := Weights(checkpoint).fault(name))]
-        misread = list(layouts.misreadings(found, num_layers))
+        misread = list(layouts.misreadings(found, num_layers, () if target is None else target.architectures))
     except (CheckpointError, IncompatiblePair) as error:
         return None, [Finding("error", str(error), "give config.json and tensors of one head, or export it anew")]
     findings = [Finding("error", fault, "use the head that was not quantised") for fault in faults[:3]]

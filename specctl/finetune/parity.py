@@ -34,6 +34,14 @@ class Parity:
     found: list[int]
 
     @property
+    def accepted_shares(self) -> list[float]:
+        return _shares(self.accepted, self.drafted)
+
+    @property
+    def found_shares(self) -> list[float]:
+        return _shares(self.found, self.drafted)
+
+    @property
     def first_difference(self) -> int | None:
         """The first slot, from 1, at which they part by more than near-ties explain."""
         for slot, (drafted, ours, theirs) in enumerate(zip(self.drafted, self.accepted, self.found, strict=True), 1):
@@ -50,6 +58,10 @@ class Parity:
             f"training's pass finds {self.found[slot - 1]} of {self.drafted[slot - 1]} blocks right up to token {slot}"
             f", decoding accepts {self.accepted[slot - 1]}: what is served is not what is trained, from token {slot} on"
         )
+
+
+def _shares(counts: list[int], of: list[int]) -> list[float]:
+    return [count / max(1, total) for count, total in zip(counts, of, strict=True)]
 
 
 @torch.no_grad()

@@ -179,7 +179,8 @@ def make_plan(recipe: Recipe, options: RunOptions, data: DataSet, start: Start, 
 
 def needs_target(recipe: Recipe, data: DataSet) -> bool:
     """Whether the target's weights are used for anything."""
-    return needs_states(recipe) or bool(data.held_out) or recipe.data.regenerate is not None
+    decodes = bool(data.held_out) or recipe.draft.init is not None
+    return needs_states(recipe) or decodes or recipe.data.regenerate is not None
 
 
 def training_dtype(options: RunOptions) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -129,11 +130,7 @@ def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say
     vocabulary = draft_vocabulary(recipe, models.checkpoint, models.tokenizer, data)
     if vocabulary is not None:
         say(vocabulary.words)
-    validator = None
-    if data.held_out:  # decoded by the leading process, but due in all
-        validator = Validator.of(models.target, data.held_out, recipe.validation, recipe.seed, say)
-    if validator is None:
-        say("nothing is held out: there is no validation, and the last state is the one that is written")
+    validator, first_look = _validators(recipe, models, data, say)
     teacher = None
     if states is not None:
         keep = "hidden states" in plan.disk
@@ -149,9 +146,26 @@ def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say
         whole=whole,
         target=models.checkpoint,
         validator=validator,
+        first_look=first_look,
         identity=_identity(recipe, options, data, start, models.identity),
         config=start.config | {"dtype": str(training_dtype(options)).removeprefix("torch.")},
     )
+
+
+def _validators(recipe: Recipe, models: _Models, data: DataSet, say: Say) -> tuple[Validator | None, Validator | None]:
+    """Who decodes on the way; and where nothing is held out, who looks once at what a run begins with. The leading
+    process does it, but it is due in all."""
+    if data.held_out:
+        validator = Validator.of(models.target, data.held_out, recipe.validation, recipe.seed, say)
+        if validator is not None:
+            return validator, None
+    say("nothing is held out: there is no validation, and the last state is the one that is written")
+    if recipe.draft.init is None:
+        return None, None
+    first_look = Validator.over_training(models.target, data.train, recipe.validation, recipe.seed)
+    if first_look is None:
+        say(f"{recipe.draft.init} is not decoded with before the first step: no prompt leaves room for an answer")
+    return None, first_look
 
 
 def _load(
@@ -186,12 +200,19 @@ def _trainer(
     if world.size > 1:
         whole = start.build(recipe.seed, training_dtype(options), device, target) if world.leads else model
         drafter = ShardedDraft(model, learner, world)
-    head = None if teacher is None else models.target.model.logits
+    objective = Objective(**recipe.loss.model_dump(include=set(LOSSES)))
+    if teacher is not None:
+        rows_VE = start.scored_rows(models.target.dtype) if objective.compares else None
+        objective = replace(
+            objective,
+            teacher_head=models.target.model.logits,
+            teacher_rows=None if rows_VE is None else rows_VE.to(device),
+        )
     betas = (settings.betas[0], settings.betas[1])
     trainer = Trainer(
         model=model,
         drafter=drafter,
-        objective=Objective(**recipe.loss.model_dump(include=set(LOSSES)), teacher_head=head),
+        objective=objective,
         optimiser=Optimiser(
             model, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay, clip=settings.clip
         ),
@@ -217,7 +238,8 @@ def _check_ids(data: DataSet, start: Start) -> None:
         if example.ids and max(example.ids) >= start.vocab_size:
             raise UsageError(
                 f"example {example.id} has token {max(example.ids)}, draft and target share {start.vocab_size} ids; "
-                "start from a draft with the target's vocabulary"
+                "start from a draft with the target's vocabulary, and give the target the tokenizer that belongs to it "
+                "(its config.json's vocab_size is more than every id of that one)"
             )
 
 

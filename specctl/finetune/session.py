@@ -23,9 +23,10 @@ from specctl.finetune.plots import draw
 from specctl.finetune.progress import Bar
 from specctl.finetune.result import Result
 from specctl.finetune.start import Start
-from specctl.finetune.validation import Measured, Validator, check_begun, score
+from specctl.finetune.validation import Measured, Validator, check_begun, claimed, in_a_row, score
 from specctl.finetune.workspace import Metrics, Workspace
 from specctl.output import new_directory
+from specctl.schemas.draft import FACTS
 from specctl.schemas.recipe import Recipe
 from specctl.train import checkpoint
 from specctl.train.checkpoint import Progress
@@ -71,9 +72,10 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class Work:
-    """Everything a run is made of. validator: None where nothing is held out. identity: what has to be the same for a
-    run to go on; config: of the checkpoints' weights. whole: the model that the leading process decodes with and
-    writes; the trainer's own where its weights are not spread over several."""
+    """Everything a run is made of. validator: None where nothing is held out. first_look: who decodes then, once before
+    the first step, with a draft that was trained before. identity: what has to be the same for a run to go on; config:
+    of the checkpoints' weights. whole: the model that the leading process decodes with and writes; the trainer's own
+    where its weights are not spread over several."""
 
     recipe: Recipe
     workspace: Workspace
@@ -84,6 +86,7 @@ class Work:
     whole: nn.Module
     target: Checkpoint
     validator: Validator | None
+    first_look: Validator | None
     identity: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -97,6 +100,7 @@ class Session:
     say: Say
     progress: Progress = field(default_factory=Progress)
     saved: int = -1
+    last: Step | None = None
 
     def __post_init__(self) -> None:
         self._trainer, self._world = self.work.trainer, self.work.trainer.world
@@ -161,6 +165,7 @@ class Session:
         return stale or self._trainer.step >= self.work.plan.steps
 
     def _note(self, step: Step, bar: Bar) -> None:
+        self.last = step
         bar.add(1, step.tokens, f"loss {step.loss:.4f}")
         self._add(step.as_dict() | {"time": round(time.time(), 3)})
 
@@ -181,37 +186,67 @@ class Session:
         """After a step, or before the first: validate and save when it is time. Raises Interrupted."""
         self.interrupts.check()
         step, recipe = self._trainer.step, self.work.recipe
-        due = step % recipe.validation.every_steps == 0 or step == self.work.plan.steps
-        if self.work.validator is not None and due and self.progress.validated != step:
+        decode = self._due()
+        if decode is not None and self.progress.validated != step:
             self._gather()
             if self._world.leads:
-                self._validate(bar)
+                decode(bar)
+                self.progress = replace(self.progress, validated=step)
             self.progress = self._world.tell(self.progress)
         if step % recipe.checkpoint.every_steps == 0 and step != self.saved and step:
             self._save()
 
+    def _due(self) -> Callable[[Bar], None] | None:
+        """What is to be decoded after this step, if anything is."""
+        step, work = self._trainer.step, self.work
+        if work.validator is None:
+            return self._look if work.first_look is not None and step == 0 else None
+        due = step % work.recipe.validation.every_steps == 0 or step == work.plan.steps
+        return self._validate if due else None
+
+    def _look(self, bar: Bar) -> None:
+        """At what the run begins with."""
+        assert self.work.first_look is not None
+        count = len(self.work.first_look.work)
+        self._measure(self.work.first_look, "first_look", f", over {count} training prompts: nothing is held out", bar)
+
     def _validate(self, bar: Bar) -> None:
         assert self.work.validator is not None
-        trainer = self._trainer
-        drafter = self.work.start.drafter(self.work.whole)
-        measured = self.work.validator.measure(drafter, self.interrupts.check_alone)
-        length = score(measured)
-        self._add({"step": trainer.step, "validation": [each.as_line() for each in measured]})
-        words = ", ".join(f"{each.length:.3f} at T = {each.temperature:g}" for each in measured)
-        bar.note(f"step {trainer.step}: mean acceptance length {words} (bonus counted, K = {measured[0].k})")
-        if trainer.step == 0 and self.work.start.source is not None and self.work.recipe.draft.init is not None:
-            check_begun(measured, self.work.start.source.path)
-        for each in measured:
-            if each.parity is not None and (parted := each.parity.words) is not None:
-                bar.note(f"step {trainer.step}: {parted}")
+        step = self._trainer.step
+        length = score(self._measure(self.work.validator, "validation", "", bar))
         before = self.progress.best_length
         if before is None or length >= before:
             self._keep_best()
             stale = 0 if before is None or length > before else self.progress.stale + 1
-            self.progress = replace(self.progress, best_step=trainer.step, best_length=length, stale=stale)
+            self.progress = replace(self.progress, best_step=step, best_length=length, stale=stale)
         else:
             self.progress = replace(self.progress, stale=self.progress.stale + 1)
-        self.progress = replace(self.progress, validated=trainer.step)
+
+    def _measure(self, validator: Validator, key: str, over: str, bar: Bar) -> list[Measured]:
+        """Decode with the draft as it is now, say what came of it, and note it under `key`. over: which prompts, in
+        words."""
+        step, begun = self._trainer.step, self._begun
+        drafter = self.work.start.drafter(self.work.whole)
+        measured = validator.measure(drafter, self.interrupts.check_alone)
+        self._add({"step": step, key: [each.as_line() for each in measured]})
+        words = ", ".join(f"{each.length:.3f} at T = {each.temperature:g}{_claim(each, begun)}" for each in measured)
+        bar.note(f"step {step}: mean acceptance length {words} (bonus counted, K = {measured[0].k}{over})")
+        if begun is not None:
+            check_begun(measured, begun)
+        for each in measured:
+            if each.token_by_token is not None:
+                name, shares = each.token_by_token
+                bar.note(f"step {step}: {name.strip()}: {shares}{_accuracy(self.last)}")
+            if each.parted is not None:
+                bar.note(f"step {step}: {each.parted}")
+        return measured
+
+    @property
+    def _begun(self) -> Path | None:
+        """Where the draft was trained that is being decoded with; None once it is another."""
+        source = self.work.start.source
+        first = self._trainer.step == 0 and self.work.recipe.draft.init is not None
+        return source.path if first and source is not None else None
 
     def _keep_best(self) -> None:
         path = self.work.workspace.best / checkpoint.step_name(self._trainer.step)
@@ -260,6 +295,16 @@ class Session:
         self._trainer.step = self.saved = self.progress.step
         self._trainer.cursor = Cursor(self.progress.epoch, self.progress.index)
         self.say(f"going on after step {self.progress.step}")
+
+
+def _claim(measured: Measured, source: Path | None) -> str:
+    said = None if source is None else claimed(measured, source)
+    return "" if said is None else f" ({FACTS}: {said:.3f})"
+
+
+def _accuracy(last: Step | None) -> str:
+    """Of the last step of training, at every step of the chain."""
+    return "" if last is None else f"; each by itself in the last batch: {in_a_row(last.accuracy)}"
 
 
 def _brief(value: Any) -> str:

@@ -50,6 +50,10 @@ class Start(ABC):
         """The target's residuals that it reads."""
         return ()
 
+    def scored_rows(self, dtype: torch.dtype) -> Tensor | None:
+        """Of the target's output head the rows that the draft scores, [V, E]; None where it scores them all."""
+        return None
+
     @abstractmethod
     def skeleton(self) -> nn.Module:
         """The model without numbers, on the meta device."""

@@ -109,10 +109,13 @@ class HeadStart(Start):
     def _target_config(self) -> CommonConfig:
         return read_config(self.target.config, str(self.target.path / "config.json"))
 
-    def _target_rows(self) -> Tensor:
+    def scored_rows(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.ids_V is None else self._target_rows(dtype)
+
+    def _target_rows(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The target's output head, the rows that are scored, [V, D]."""
         name = EMBEDDING if self._target_config.tied else HEAD
-        rows_VD = Weights(self.target).tensor(name, torch.float32)
+        rows_VD = Weights(self.target).tensor(name, dtype)
         return rows_VD if self.ids_V is None else rows_VD[self.ids_V]
 
 
@@ -136,7 +139,8 @@ class MtpStart(HeadStart):
     def build(self, seed: int, dtype: torch.dtype, device: torch.device, target: CausalLM | None) -> nn.Module:
         model = super().build(seed, dtype, device, target)
         assert isinstance(model, Mtp)
-        model.use_rows(self._target_rows().to(device=device, dtype=dtype, copy=True))
+        if model.layer.shared_head.head is None:  # else it scores by its own
+            model.use_rows(self._target_rows().to(device=device, dtype=dtype, copy=True))
         return model
 
     def drafter(self, model: nn.Module) -> HeadDrafter:
@@ -147,7 +151,8 @@ class MtpStart(HeadStart):
         found = self.found
         embedding, head = (found is not None and found.name(copy) in found.checkpoint for copy in mtp.SHARED)
         with torch.device("meta"):
-            return Mtp(target, self._target_config.num_layers, embedding, head, self.ids_V)
+            # A head of all rows beside a vocabulary of its own is the target's, else it cannot be read.
+            return Mtp(target, self._target_config.num_layers, embedding, head and self.ids_V is None, self.ids_V)
 
     def _copied(self, model: nn.Module, target: CausalLM) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(model, Mtp)

@@ -1,10 +1,11 @@
-"""Validation: the engine decodes held-out prompts with the draft as it is now. What it says is what serving will be
-like."""
+"""Validation: the engine decodes prompts, held out where any are, with the draft as it is now. What it says is what
+serving will be like."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,8 +23,10 @@ from specctl.pair import Target
 from specctl.prompts import Prompt
 from specctl.schemas import recipe as schema
 from specctl.schemas.draft import FACTS, Acceptance, recorded
+from specctl.train.examples import Example
 
 BATCH = 8
+LOOKED_AT = 4  # prompts of the training data, where nothing is held out
 # Accepted drafted tokens a step: a claim worth holding anybody to, and the part of it that has to be left. Another
 # domain may cost five sixths of it; what is read wrongly loses nearly all.
 CLAIMED, LEFT = 0.2, 0.1
@@ -54,7 +57,26 @@ class Measured:
         if len(self.by_context) > 1:
             for bucket in self.by_context:
                 rows.append((f"  {bucket.words}", f"{bucket.length:.3f} over {bucket.counters.num_drafts} blocks"))
+        if self.token_by_token is not None:
+            rows.append(self.token_by_token)
+        if self.parted is not None:
+            rows.append(("  they part", self.parted))
         return rows
+
+    @property
+    def token_by_token(self) -> tuple[str, str] | None:
+        """Decoded acceptance and what training's own pass finds at the same places, side by side; None where the two
+        were not compared."""
+        if self.parity is None:
+            return None
+        tokens = ", ".join(str(slot + 1) for slot in range(self.k))
+        decoded, found = map(in_a_row, (self.parity.accepted_shares, self.parity.found_shares))
+        return f"  right up to token {tokens}", f"{decoded} decoded, {found} by training's own pass"
+
+    @property
+    def parted(self) -> str | None:
+        """Where the two part, in words; None where they do not."""
+        return None if self.parity is None else self.parity.words
 
     def as_dict(self) -> dict[str, Any]:
         return self._summary() | {"by_context": [bucket.as_dict() for bucket in self.by_context]}
@@ -63,8 +85,11 @@ class Measured:
         """For metrics.jsonl."""
         if self.parity is None:
             return self.as_dict()
-        pairs = zip(self.parity.found, self.parity.drafted, strict=True)
-        return self.as_dict() | {"found_in_training": [found / max(1, drafted) for found, drafted in pairs]}
+        return self.as_dict() | {
+            "found_in_training": self.parity.found_shares,
+            "found_in_decoding": self.parity.accepted_shares,
+            "parted_from": self.parity.first_difference,
+        }
 
     def as_acceptance(self) -> Acceptance:
         return Acceptance.model_validate({"class": "held-out", **self._summary()})
@@ -78,9 +103,13 @@ class Measured:
         }
 
 
+def in_a_row(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.3f}" for share in shares)
+
+
 @dataclass(frozen=True)
 class Validator:
-    """work: held-out prompts as token ids. Every call decodes the same with the same noise."""
+    """work: prompts as token ids. Every call decodes the same with the same noise."""
 
     target: Target
     work: tuple[tuple[int, ...], ...]
@@ -114,6 +143,17 @@ class Validator:
             say(f"{long} held-out prompts are left out: with an answer they are longer than {target.max_length} tokens")
         return cls(target, tuple(work), settings, seed) if work else None
 
+    @classmethod
+    def over_training(
+        cls, target: Target, examples: Sequence[Example], settings: schema.Validation, seed: int
+    ) -> Validator | None:
+        """Over a few prompts of what is trained on, for a look at what a run begins with. None when none of them leaves
+        room for an answer."""
+        room = target.max_length - settings.max_tokens
+        fit = (prompt for prompt in dict.fromkeys(example.prompt for example in examples) if 0 < len(prompt) <= room)
+        work = tuple(islice(fit, min(LOOKED_AT, settings.prompts)))
+        return cls(target, work, settings, seed) if work else None
+
     def measure(self, drafter: Drafter, between: Callable[[], None] = lambda: None) -> list[Measured]:
         """Decode at every temperature. `between` is called between the engine's steps; it may raise."""
         return [self._at(temperature, drafter, between) for temperature in self.settings.temperatures]
@@ -144,18 +184,25 @@ def score(measured: Sequence[Measured]) -> float:
     return fmean(each.length for each in measured)
 
 
+def claimed(measured: Measured, source: Path) -> float | None:
+    """The mean acceptance length that the specctl.json of a draft gives for the same temperature, over as many
+    positions; the largest where it gives several, None where it gives none."""
+    said = recorded(source)
+    claims = [] if said is None else said.acceptance or []
+    found = [claim for claim in claims if claim.temperature == measured.temperature]
+    return max((1 + sum(claim.accepted_per_position[: measured.k]) for claim in found), default=None)
+
+
 def check_begun(measured: Sequence[Measured], source: Path) -> None:
     """What a draft that training begins with does before its first step, against what its specctl.json says it did.
 
     Raises CheckpointError when next to nothing of it is left: it is read otherwise than it was trained.
     """
-    said = recorded(source)
     for each in measured:
-        for claim in (said.acceptance or []) if said is not None else []:
-            before, now = sum(claim.accepted_per_position[: each.k]), each.length - 1
-            if claim.temperature == each.temperature and before > CLAIMED and now < LEFT * before:
-                raise CheckpointError(
-                    f"{source}: has a mean acceptance length of {each.length:.2f} at T = {each.temperature:g} before "
-                    f"the first step, its {FACTS} says {1 + before:.2f}: it is of another target, or "
-                    "is not read as it was trained (`specctl inspect` says how it is read)"
-                )
+        before = claimed(each, source)
+        if before is not None and before - 1 > CLAIMED and each.length - 1 < LEFT * (before - 1):
+            raise CheckpointError(
+                f"{source}: has a mean acceptance length of {each.length:.2f} at T = {each.temperature:g} before "
+                f"the first step, its {FACTS} says {before:.2f}: it is of another target, or "
+                "is not read as it was trained (`specctl inspect` says how it is read)"
+            )

@@ -80,8 +80,9 @@ def gaps(profile: Profile) -> Iterator[str]:
     first = sorted({sorted(found)[1] for found in rows.values() if 1 in found and len(found) > 1})
     if profile.whole_steps and first and first[-1] > 2:
         yield (
-            f"K below {first[-1] - 1} was not measured everywhere: tune draws a line from the plain step to K = "
-            f"{first[-1] - 1}, without what drafting costs at any K, so it takes those for too cheap; measure K = 1 too"
+            f"K below {first[-1] - 1} was not measured everywhere: a plain step does not tell what drafting costs at "
+            "any K, so where that is missing tune takes shorter drafts to cost as much as the shortest that was "
+            "measured, the most they can; measure K = 1 too"
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specctl.bench.entrants import enter
 from specctl.bench.options import BenchOptions
-from specctl.bench.work import read_work
+from specctl.bench.work import Request, read_work
 from specctl.errors import RequestError, UsageError
 from specctl.options import DecodingOptions
 from specctl.pair import Target, build_engine
@@ -21,7 +21,7 @@ from specctl.quickstart.classes import HELD_OUT
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
-TRIAL_TOKENS, WARM_UP_TOKENS = 16, 4
+TRIAL_TOKENS, WARM_UP_TOKENS, TRIALS = 16, 4, 2
 TOGETHER = 16
 """Answers that the trial decodes at once, and the training's answers are decoded in."""
 
@@ -31,6 +31,7 @@ LONGEST = 48
 # What is trained, at most and at least: fewer answers teach nothing about others.
 MOST_ANSWERS, LEAST_ANSWERS, EPOCHS = 384, 96, 4
 TRAINING_SHARE = 0.47  # of the time there is, answers and training together
+UTMOST_SHARE = 0.65  # the same, before no draft is trained at all
 TUNING_SHARE = 0.15  # profile, tuning and gates
 
 # In plain tokens. What drafts is taken to win nothing; transformers takes about twice as long on a CPU. A token that is
@@ -112,16 +113,28 @@ def fitting(prompts: list[Prompt], target: Target, max_tokens: int) -> list[Prom
 
 
 def trial(target: Target, prompts: list[Prompt]) -> Pace:
-    """Answer one prompt without a draft, once to warm up and once to time it; then several at once."""
+    """Answer one prompt without a draft, once to warm up and then to time it; then several at once. The fastest time of
+    each counts: what else the machine had to do for a moment says nothing about the minutes to come."""
     decoding = DecodingOptions(max_tokens=TRIAL_TOKENS, ignore_eos=True)
     requests = read_work(target, prompts[:TOGETHER], decoding)
     (plain,) = enter(target, {}, requests, BenchOptions(), decoding, lambda sentence: None)
     plain.warm_up([replace(request, max_tokens=WARM_UP_TOKENS) for request in requests[:1]])
-    (answer,) = plain.answer(requests[:1])
-    token = (answer.last - answer.first) / (len(answer.token_ids) - 1)
+    alone = [plain.answer(requests[:1])[0] for _ in range(TRIALS)]
+    together = [_together(target, requests) for _ in range(TRIALS)]
+    return Pace(
+        first=min(answer.first for answer in alone),
+        token=min((answer.last - answer.first) / (len(answer.token_ids) - 1) for answer in alone),
+        prompt=min(prompt for prompt, _ in together),
+        together=min(token for _, token in together),
+    )
+
+
+def _together(target: Target, requests: list[Request]) -> tuple[float, float]:
+    """Seconds for a prompt's token and for an answer's, when all are answered at once."""
+    decoding = DecodingOptions(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     engine = build_engine(target, max_sequences=len(requests), ignore_tokenizer=True)
     for request in requests:
-        engine.add(list(request.token_ids), decoding.params(max_tokens=WARM_UP_TOKENS))
+        engine.add(list(request.token_ids), decoding.params())
     start = time.perf_counter()
     while engine.num_waiting or engine.stats.speculation.emitted_tokens < len(requests):
         engine.step()
@@ -130,12 +143,7 @@ def trial(target: Target, prompts: list[Prompt]) -> Pace:
         engine.step()
     decoded = engine.stats.speculation.emitted_tokens - before
     prompt_tokens = sum(len(request.token_ids) for request in requests)
-    return Pace(
-        first=answer.first,
-        token=token,
-        prompt=(middle - start) / prompt_tokens,
-        together=(time.perf_counter() - middle) / max(1, decoded),
-    )
+    return (middle - start) / prompt_tokens, (time.perf_counter() - middle) / max(1, decoded)
 
 
 def choose_training(
@@ -147,7 +155,9 @@ def choose_training(
     training = EPOCHS * (prompt_tokens + max_tokens) * COST_OF_TRAINING * pace.token
     if answers is None:
         affordable = int(TRAINING_SHARE * seconds / (answering + training))
-        answers = min(MOST_ANSWERS, affordable) if affordable >= LEAST_ANSWERS else 0
+        answers = min(MOST_ANSWERS, max(LEAST_ANSWERS, affordable))
+        if answers * (answering + training) > UTMOST_SHARE * seconds:
+            answers = 0
     return Training(answers, answers * answering, answers * training)
 
 

@@ -94,6 +94,13 @@ class Example:
         return sum(label != IGNORED for label in self.labels)
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """What stands before the first trained token; of a text that is trained from its beginning on, the first
+        half."""
+        first = next((place for place, label in enumerate(self.labels) if label != IGNORED), 0)
+        return self.ids[: first if first > 1 else len(self.ids) // 2]
+
+    @property
     def runs(self) -> list[int]:
         """The lengths of what is trained without a gap."""
         return [len(list(run)) for trained, run in groupby(self.labels, lambda label: label != IGNORED) if trained]

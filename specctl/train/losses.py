@@ -29,7 +29,8 @@ class Objective:
     """The weights of the losses; temperature: of both distributions in kl and tv; chunk: rows whose logits are held at
     a time; teacher_head: the target's final hidden states [C, E] to its logits, [C, V'], for kl and tv. feature: weight
     of the smooth L1 distance (quadratic up to a difference of 1, as EAGLE has it) between the final hidden states and
-    the target's, which have to be as wide, averaged over their numbers."""
+    the target's, which have to be as wide, averaged over their numbers. teacher_rows: of the target's matrix the rows
+    that the draft scores, [V, E], where these are a part of them."""
 
     ce: float
     kl: float = 0.0
@@ -38,6 +39,7 @@ class Objective:
     chunk: int = 1024
     teacher_head: Callable[[Tensor], Tensor] | None = None
     feature: float = 0.0
+    teacher_rows: Tensor | None = None
 
     @property
     def needs_teacher(self) -> bool:
@@ -52,6 +54,26 @@ class Objective:
     def weights(self) -> tuple[float, ...]:
         """Of METRICS in the loss."""
         return (self.ce, self.kl, self.tv, 0.0, self.feature)
+
+    @torch.no_grad()
+    def totals(self, teacher_RE: Tensor) -> Tensor | None:
+        """The logarithms of what the exponentials of the target's logits, all of them, sum to. With them a chunk's
+        logits are those of teacher_rows alone: of a large vocabulary a small part, at every step of a chain and for the
+        gradient once more."""
+        if not self.compares or self.teacher_rows is None:
+            return None
+        with torch.autocast(teacher_RE.device.type, enabled=False):
+            total_R = [self.teacher_logits(chunk_CE).logsumexp(-1) for chunk_CE in teacher_RE.split(self.chunk)]
+        return torch.cat(total_R)
+
+    def teacher_logits(self, teacher_CE: Tensor, rows_VE: Tensor | None = None) -> Tensor:
+        """The target's logits at the objective's temperature, those of rows_VE or all; float32 at least."""
+        if rows_VE is not None:
+            logits = teacher_CE @ rows_VE.T
+        else:
+            assert self.teacher_head is not None
+            logits = self.teacher_head(teacher_CE)
+        return _wide(logits) if self.temperature == 1 else _wide(logits) / self.temperature
 
     def __call__(self, scored: Scored, head: OutputHead) -> tuple[Tensor, Tensor]:
         """The weighted loss, summed over rows, and the sums of METRICS (float64 [M], without weights or a gradient).
@@ -73,7 +95,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One call's labelled rows. dtype: in which logits are multiplied out; from there on they are at least float32."""
+    """One call's labelled rows. dtype: in which logits are multiplied out; from there on they are at least float32, and
+    the target's are put in the same, whatever it computes in."""
 
     objective: Objective
     head: OutputHead
@@ -98,15 +121,17 @@ class _Rows:
         objective, scored = self.objective, self.scored
         if scored.teacher_RE is None or objective.teacher_head is None or not objective.compares:
             return None
-        logits = _wide(objective.teacher_head(scored.teacher_RE[chunk]))
-        if self.head.ids_V is None:
-            logits = logits[:, : self.head.vocab_size]
-        if objective.temperature != 1:
-            logits = logits / objective.temperature
-        total_C1 = logits.logsumexp(-1, keepdim=True)
-        if self.head.ids_V is not None:
-            logits = logits[:, self.head.ids_V]
-        return logits.sub_(total_C1)
+        if scored.total_R is not None:
+            logits = objective.teacher_logits(scored.teacher_RE[chunk], objective.teacher_rows)
+            total_C1 = scored.total_R[chunk, None]
+        else:
+            logits = objective.teacher_logits(scored.teacher_RE[chunk])
+            if self.head.ids_V is None:
+                logits = logits[:, : self.head.vocab_size]
+            total_C1 = logits.logsumexp(-1, keepdim=True)
+            if self.head.ids_V is not None:
+                logits = logits[:, self.head.ids_V]
+        return logits.sub_(total_C1).to(torch.promote_types(self.dtype, torch.float32))
 
     def features(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """The final hidden states and the target's, [C, D] each, in one dtype."""

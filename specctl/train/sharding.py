@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from specctl.dist import World
 from specctl.drafts import Objective, Trainable, TrainingRows
 from specctl.models import CausalLM
+from specctl.moe import Experts
 
 
 class Learning(nn.Module):
@@ -29,7 +30,8 @@ class Learning(nn.Module):
         self._drafter = (drafter,)  # no child of this one
 
     def forward(self, rows: TrainingRows, objective: Objective) -> tuple[Tensor, Tensor]:
-        return self._drafter[0].loss(rows, objective)
+        loss, sums = self._drafter[0].loss(rows, objective)
+        return loss + _nothing_of_experts(self.model), sums
 
 
 class ShardedDraft:
@@ -49,6 +51,14 @@ class ShardedDraft:
         """Gradients are averaged over the processes, and what is wanted is their sum."""
         loss, sums = self._learning(rows, objective)
         return loss * self.world.size, sums
+
+
+def _nothing_of_experts(model: nn.Module) -> Tensor | float:
+    """0, whose gradient is that of all experts: no row may have chosen one of them, and what has no gradient in one
+    process cannot be summed with what has one in another."""
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    firsts = [weight.flatten()[:1] for each in experts for weight in each.parameters() if weight.requires_grad]
+    return 0.0 * torch.cat(firsts).sum() if firsts else 0.0
 
 
 def dealt(rows: Sequence[list[int]], world: World) -> list[tuple[list[int], bool]]:

@@ -166,7 +166,8 @@ class Acceptance:
     def _counted(self, survival: Survival, reached_K: np.ndarray) -> Acceptance:
         """The same counts of drafts with another survival."""
         reached = tuple(reached_K.tolist()) or None
-        return replace(of_survival(survival, reached, self.source, self.temperature), observed_k=self.observed_k)
+        found = of_survival(survival, reached, self.source, self.temperature, float(self.idle_R.sum()))
+        return replace(found, observed_k=self.observed_k)
 
 
 def _scaled(blocks: Blocks, ratio_K: np.ndarray) -> Blocks:
@@ -201,9 +202,13 @@ def constant(probability: float, k_max: int, source: str | None = None) -> Accep
 
 
 def of_survival(
-    survival: Survival, reached: tuple[float, ...] | None, source: str, temperature: float | None = None
+    survival: Survival,
+    reached: tuple[float, ...] | None,
+    source: str,
+    temperature: float | None = None,
+    idle: float = 0.0,
 ) -> Acceptance:
-    """reached: drafts with a k-th token, by position; None where nothing was counted."""
+    """reached: drafts with a k-th token, by position; None where nothing was counted. idle: steps without a draft."""
     num_drafts = 1.0 if reached is None else float(reached[0])
     values = np.array(survival.values)
     ended_R = num_drafts * -np.diff(np.concatenate([[1.0], values, [0.0]]))
@@ -215,7 +220,7 @@ def of_survival(
         iid=False,
         drafts_R=ended_R,
         tokens_R=ended_R * (count_R + 1),
-        idle_R=np.zeros(len(ended_R)),
+        idle_R=idle * ended_R / num_drafts,  # in this share no draw of the drafts changes their sum
         stops=(Blocks(None, np.repeat(ended_R[:, None], k, axis=1), ended_R[:, None] * _at_least(count_R, k)),),
         reached_K=np.empty(0) if reached is None else np.array(reached, dtype=float),
     )

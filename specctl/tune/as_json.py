@@ -12,7 +12,7 @@ from specctl.tune.goodput import Candidate
 from specctl.tune.load import Played, Steady
 from specctl.tune.outputs.schedule import Engine
 from specctl.tune.provenance import sources
-from specctl.tune.render import verify_share
+from specctl.tune.render import pass_shares, verify_share
 from specctl.tune.run import Tuning
 from specctl.tune.study import Study
 from specctl.tune.what_if import Answer
@@ -71,13 +71,13 @@ def as_json(
 
 def _place(tuning: Tuning, decision: Decision) -> dict[str, Any]:
     times, chosen = decision.times, decision.chosen
-    plain_ms = float(times.target_SQ[0, 0])
+    c, u = pass_shares(tuning, decision) or (None, None)
     return {
         "batch": decision.batch,
         "context": decision.context,
         "plain_step_ms": float(times.plain_S[0]),
-        "c": float(times.draft_S[0]) / plain_ms,
-        "u": float(times.follow_SK[0, 0]) / plain_ms,
+        "c": c,
+        "u": u,
         "best_k": decision.best.k,
         **_candidate(tuning, decision, chosen),
         "next_pays_from": needed(decision, chosen.k),
@@ -98,7 +98,7 @@ def _candidate(tuning: Tuning, decision: Decision, candidate: Candidate) -> dict
         "accepted": candidate.accepted,
         "drafted": candidate.drafted,
         "acceptance_rate": candidate.accepted / candidate.drafted if candidate.drafted else None,
-        "v": verify_share(decision, k),
+        "v": verify_share(tuning, decision, k),
         "step_ms": float(candidate.step_S[0]),
         "tok_s": candidate.tok_s,
         "speedup": list(candidate.band),

@@ -5,6 +5,10 @@ Between batches a step may cross a number of tokens at which kernels change and 
 from the rows of the neighbouring batches, which cross it at other lengths: the jump is taken out of both, what is left
 is drawn as a line, and the jump is put back where it belongs. Otherwise the cheap side of an edge would never be seen.
 
+Whole steps have in every block, and not in a plain step, what drafting costs whatever its length. So no line is drawn
+from the plain step to the least block that was timed: shorter ones are taken to cost as much as that, which is the most
+they can, and the difference between the two is no edge.
+
 Legend: N batches, Q rows of a sequence.
 """
 
@@ -28,9 +32,9 @@ JUMP = 0.1
 
 
 class Cells:
-    """One kind of cell."""
+    """One kind of cell. whole: steps with the draft's part in them."""
 
-    def __init__(self, cells: Sequence[StepCell]) -> None:
+    def __init__(self, cells: Sequence[StepCell], whole: bool = False) -> None:
         rows: dict[int, dict[int, list[tuple[int, float, float]]]] = {}
         for cell in sorted(cells, key=lambda cell: cell.place):
             rows.setdefault(cell.batch, {}).setdefault(cell.context, []).append((cell.q, cell.ms, cell.spread))
@@ -38,9 +42,10 @@ class Cells:
             batch: {context: np.array(values).T for context, values in contexts.items()}
             for batch, contexts in rows.items()
         }
+        self._whole = whole
         self._known: dict[tuple[tuple[int, ...], float, tuple[float, ...]], Values] = {}
         self._jumps = {
-            (batch, context): jumps(batch, values[0], values[1])
+            (batch, context): jumps(batch, *values[:2, int(whole and values[0, 0] == 1) :])
             for batch, contexts in self._table.items()
             for context, values in contexts.items()
         }
@@ -99,8 +104,9 @@ class Cells:
         found: dict[int, float] = {}
         for near, part in _around(list(self._table[batch]), context):
             q, cell_ms, cell_spread = self._table[batch][near]
-            ms_Q += part * np.interp(rows, q, cell_ms)
-            spread_Q += part * np.interp(rows, q, cell_spread)
+            asked_Q = np.where(rows > 1, np.maximum(rows, q[1]), rows) if self._whole and len(q) > 1 else rows
+            ms_Q += part * np.interp(asked_Q, q, cell_ms)
+            spread_Q += part * np.interp(asked_Q, q, cell_spread)
             for edge, jump in self._jumps[batch, near].items():
                 found[edge] = found.get(edge, 0.0) + part * jump
         return ms_Q, spread_Q, found

@@ -92,7 +92,7 @@ class StepCosts:
 
     def __init__(self, profile: Profile, where: str) -> None:
         self.detaches = False
-        self.steps, self.draft = Cells(profile.steps), Cells(profile.draft)
+        self.steps, self.draft = Cells(profile.steps, profile.whole_steps), Cells(profile.draft)
         self.follow_plain = Cells([cell for cell in profile.draft_follow if cell.q == 1])
         self.follow_block = Cells([cell for cell in profile.draft_follow if cell.q > 1])
         self.overheads = profile.overheads_ms

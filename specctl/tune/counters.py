@@ -22,6 +22,13 @@ PREFIXES = ("vllm:", "specctl:", "sglang:")
 FULL = 0.98
 """Of all positions: with fewer drafted, some drafts were shorter, and it is not told which."""
 
+LOOSE = 0.05
+"""Of the tokens that a step brings: how much of it blocks of unknown lengths may leave open."""
+
+GIVEN = "generation_tokens"
+FIRST = "time_to_first_token_seconds_count"
+"""What vLLM counts besides drafts: tokens of answers, and answers that have begun."""
+
 
 def from_report(report: Report, where: str, only: Only) -> Evidence:
     """The run with the longest draft, or the one that is asked for. Raises UsageError where that leaves a choice."""
@@ -57,14 +64,15 @@ def from_metrics(text: str, where: str, only: Only) -> Evidence:
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     except ValueError as error:
         raise UsageError(f"{where}: is no Prometheus text: {' '.join(str(error).split())}") from None
-    samples = [s for s in samples if s.name.startswith(PREFIXES) and ":spec_" in s.name]
-    labels = {name for sample in samples for name in sample.labels}
+    about = [s for s in samples if s.name.startswith(PREFIXES) and ":spec_" in s.name]
+    labels = {name for sample in about for name in sample.labels}
     only.takes(where, sorted(labels - {"position"}))
-    samples = [s for s in samples if all(only.allows(name, value) for name, value in s.labels.items())]
-    models = sorted({s.labels["model_name"] for s in samples if "model_name" in s.labels})
+    steps = [s for s in samples if s.name in (f"vllm:{GIVEN}_total", f"vllm:{FIRST}")]
+    kept = [s for s in (*about, *steps) if all(only.allows(name, value) for name, value in s.labels.items())]
+    models = sorted({s.labels["model_name"] for s in kept if "model_name" in s.labels})
     if len(models) > 1:
         raise UsageError(f"{where}: counts several models ({', '.join(models)}); name one: --only model_name=NAME")
-    found = _Samples(samples)
+    found = _Samples(kept)
     if found.has("spec_decode_num_accepted_tokens_per_pos"):
         return _per_position(found, where)
     if found.has("spec_accept_length"):
@@ -76,12 +84,16 @@ def from_metrics(text: str, where: str, only: Only) -> Evidence:
 
 
 def of_counts(
-    drafted: Sequence[float], accepted: Sequence[float], source: str, temperature: float | None = None
+    drafted: Sequence[float],
+    accepted: Sequence[float],
+    source: str,
+    temperature: float | None = None,
+    idle: float = 0.0,
 ) -> Acceptance:
-    """drafted, accepted: by position, of which each is at most the one before it."""
+    """drafted, accepted: by position, of which each is at most the one before it. idle: steps without a draft."""
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=True) if d]
     survival = Survival.checked(tuple(_falling([a / d for a, d in pairs])), source)
-    return of_survival(survival, tuple(d for _, d in pairs), source, temperature)
+    return of_survival(survival, tuple(d for _, d in pairs), source, temperature, idle)
 
 
 class _Samples:
@@ -129,17 +141,54 @@ def _per_position(found: _Samples, where: str) -> Evidence:
         drafted = found.by_position("spec_decode_num_draft_tokens_per_pos", where)[: len(accepted)]
     else:
         drafted = [drafts] * len(accepted)
-        tokens = found.total("spec_decode_num_draft_tokens")
-        if tokens is not None and tokens < FULL * sum(drafted):
-            raise UsageError(
-                f"{where}: its {drafts:.0f} drafts had {tokens / drafts:.2f} tokens on average and some had "
-                f"{len(accepted)}, and it does not tell how many reached each position, so survival cannot be read "
-                "from it; scrape a server whose draft length is fixed"
-            )
+        notices += _of_all(accepted, drafts, found.total("spec_decode_num_draft_tokens"), where)
+    idle = _idle(found, drafts + sum(accepted))
+    if idle:
+        notices.append(
+            f"{where}: {idle / (idle + drafts):.0%} of steps had no draft, as the tokens tell that were given out "
+            "beside drafts; they are counted as steps in which nothing was found to propose, so scrape a server whose "
+            "schedule has no K = 0"
+        )
     reached = [k for k, count in enumerate(drafted, start=1) if count]
     source = f"{where}: counters of {drafts:.0f} drafts"
-    acceptance = of_counts(drafted[: len(reached)], accepted[: len(reached)], source)
+    acceptance = of_counts(drafted[: len(reached)], accepted[: len(reached)], source, idle=idle)
     return Evidence(acceptance, notices)
+
+
+def _of_all(accepted: Sequence[float], drafts: float, tokens: float | None, where: str) -> list[str]:
+    """Where blocks differ in length, and it is not told how many reached each position.
+
+    The share of all drafts is right for a lookup, which proposes as much as it finds: it is what a block brings, at any
+    shorter K too. If K itself changed, or drafts were cut, more than that is accepted of those that got so far. How
+    much more at most is known from the sum of all lengths; UsageError where it is too much to leave open.
+    """
+    longest = len(accepted)
+    if tokens is None or tokens >= FULL * longest * drafts:
+        return []
+    least, most = 1 + sum(accepted) / drafts, 1 + accepted[0] / drafts
+    for k, count in enumerate(accepted[1:], start=2):
+        fewest = max(count, (tokens - (k - 1) * drafts) / (longest - k + 1))  # as many as can be ended just before k
+        most += count / fewest if fewest > 0 else 0.0
+    mean = f"its {drafts:.0f} drafts had {tokens / drafts:.2f} tokens on average and some had {longest}"
+    if most - least > LOOSE * least:
+        rates = ", ".join(f"{count / drafts:.3f}" for count in accepted)
+        raise UsageError(
+            f"{where}: {mean}, and it does not tell how many reached each position: full ones may bring {least:.2f} to "
+            f"{most:.2f} tokens a step; scrape a server whose draft length is fixed, or if blocks are short because "
+            f'the draft finds no more (prompt lookup), give what they bring: {{"survival": [{rates}], "drafts": '
+            f"{drafts:.0f}}}"
+        )
+    return [
+        f"{where}: {mean}; survival is of all drafts, as if each could have got there, which is what a lookup brings; "
+        f"if the length itself changed, full drafts bring up to {most:.2f} tokens a step and not {least:.2f}"
+    ]
+
+
+def _idle(found: _Samples, of_drafts: float) -> float:
+    """Steps of texts without a draft: each gave one token. What vLLM counts as accepted beyond the end of an answer was
+    not given out, so there may be some more. of_drafts: tokens that came of drafts."""
+    given, first = found.total(GIVEN), found.total(FIRST)
+    return 0.0 if given is None or first is None else max(0.0, given - first - of_drafts)
 
 
 def _check_counts(accepted: Sequence[float], drafts: float, total: float | None, where: str) -> None:

@@ -93,7 +93,8 @@ def _because(tuning: Tuning, study: Study) -> Iterator[str]:
     if where is None:
         yield f"A step of K = {k} brings more than it costs up to the largest batch profiled, {last.batch}."
     elif where > first.batch:
-        yield f"A step of K = {k} stops paying at {where} texts at a time: there the pass that checks it is dear."
+        what = "such a step" if tuning.of.whole_steps else "the pass that checks it"
+        yield f"A step of K = {k} stops paying at {where} texts at a time: there {what} is dear."
     prefill = tuning.prefill
     if prefill is not None:
         share = prefill.share(float(first.times.plain_S[0]), first.batch)

@@ -11,6 +11,7 @@ import numpy as np
 
 from specctl.finetune.plots import COLOURS
 from specctl.tune.choice import Decision
+from specctl.tune.costs import StepTimes
 from specctl.tune.places import bands, column, known, nearest
 from specctl.tune.run import Tuning
 from specctl.tune.study import Study
@@ -25,6 +26,10 @@ WIDTH = 7.2
 MOST_LINES = 4
 MOST_BARS = 9
 MOST_COLUMNS = 16
+WHOLE = (
+    " Steps were timed from outside the engine, as wholes: how much longer one with a draft takes is known, and not "
+    "how target, draft and engine share it."
+)
 
 
 def pictures(tuning: Tuning, study: Study) -> list[tuple[str, bytes, str]]:
@@ -63,7 +68,7 @@ def pictures(tuning: Tuning, study: Study) -> list[tuple[str, bytes, str]]:
             lambda axes: _draw_time(axes, tuning, study.context),
             4.6,
             "Where the milliseconds of a step go with the length chosen, per token that it brings. Plain decoding "
-            "beside it for comparison (hatched).",
+            "beside it for comparison (hatched)." + (WHOLE if tuning.of.whole_steps else ""),
         ),
         (
             "sensitivity",
@@ -157,8 +162,11 @@ def _draw_crossover(axes: Axes, tuning: Tuning, context: int) -> None:
     pays = np.array(brings) > np.array(cost)
     axes.fill_between(batches, cost, brings, where=pays.tolist(), color=COLOURS[2], alpha=0.12, linewidth=0)
     axes.fill_between(batches, cost, brings, where=(~pays).tolist(), color=COLOURS[1], alpha=0.12, linewidth=0)
-    verify = [float(d.times.target_SQ[0, k] / d.times.target_SQ[0, 0]) for d in decisions]
-    axes.plot(batches, verify, color=COLOURS[1], linestyle=":", linewidth=1.5, label="of that: the pass that checks")
+    if not tuning.of.whole_steps:
+        verify = [float(d.times.target_SQ[0, k] / d.times.target_SQ[0, 0]) for d in decisions]
+        axes.plot(
+            batches, verify, color=COLOURS[1], linestyle=":", linewidth=1.5, label="of that: the pass that checks"
+        )
     where = crossover(decisions, k)
     if where is not None and where > batches[0]:
         axes.axvline(where, color=GREY, linewidth=1)
@@ -201,20 +209,31 @@ def _draw_lengths(axes: Axes, tuning: Tuning) -> None:
     axes.set_title("Tokens to draft", loc="left")
 
 
-def parts(decision: Decision, k: int) -> dict[str, float]:
-    """Milliseconds of a full step of length k, by what they are for; per token that a step brings."""
+def parts(decision: Decision, k: int, whole: bool) -> dict[str, float]:
+    """Milliseconds of a full step of length k, by what they are for; per token that a step brings. whole: steps were
+    timed with all in them, and all that is known is by how much a plain one is shorter."""
     times, here = decision.times, decision.candidates[k]
-    tokens = float(here.tokens_S[0])
+    found = _of_whole(times, k) if whole else _of_parts(times, k)
+    scale = float(here.step_S[0]) / sum(found.values())  # steps without a block are cheaper
+    return {name: value * scale / float(here.tokens_S[0]) for name, value in found.items()}
+
+
+def _of_parts(times: StepTimes, k: int) -> dict[str, float]:
     passes = float(times.drafts_S(k, k)[0]) if k else 0.0
-    added = k * times.per_draft_step + times.spec if k else times.base
     follow = float(times.without_S[0] - times.plain_S[0]) if not k else 0.0
-    whole = {
+    return {
         "target's pass": float(times.target_SQ[0, k]),
         "draft's passes": passes - k * times.per_draft_step + follow,
-        "engine": added,
+        "engine": k * times.per_draft_step + times.spec if k else times.base,
     }
-    scale = float(here.step_S[0]) / sum(whole.values())  # steps without a block are cheaper
-    return {name: value * scale / tokens for name, value in whole.items()}
+
+
+def _of_whole(times: StepTimes, k: int) -> dict[str, float]:
+    plain, all_of_it = float(times.plain_S[0]), float((times.drafting_S(k, k) if k else times.without_S)[0])
+    return {
+        "as long as a plain step": min(plain, all_of_it),
+        "longer, for drafting and checking": max(0.0, all_of_it - plain),
+    }
 
 
 def _draw_time(axes: Axes, tuning: Tuning, context: int) -> None:
@@ -224,7 +243,7 @@ def _draw_time(axes: Axes, tuning: Tuning, context: int) -> None:
     for at, decision in enumerate(chosen):
         for side, k in ((-0.21, 0), (0.21, tuning.policy.lookup(decision.batch, decision.context).k)):
             bottom = 0.0
-            for (name, value), colour in zip(parts(decision, k).items(), COLOURS, strict=False):
+            for (name, value), colour in zip(parts(decision, k, tuning.of.whole_steps).items(), COLOURS, strict=False):
                 label = name if at == 0 and side > 0 else None
                 hatch = "////" if side < 0 else None
                 axes.bar(
@@ -245,7 +264,7 @@ def _draw_time(axes: Axes, tuning: Tuning, context: int) -> None:
     axes.set_xlabel("texts at a time")
     axes.set_ylabel("milliseconds a token of a text")
     axes.set_title("Where the time goes: plain (hatched) and under the policy", loc="left")
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.legend(framealpha=0.9, edgecolor="none", fontsize=8, loc="upper left")  # bars may stand behind it
 
 
 def _draw_sensitivity(axes: Axes, study: Study) -> None:

@@ -64,9 +64,10 @@ def _lines(tuning: Tuning, study: Study, answer: Answer | None) -> Iterator[str]
 
 def _place(tuning: Tuning, decision: Decision) -> Iterator[str]:
     times = decision.times
-    c, u = (float(ms / times.target_SQ[0, 0]) for ms in (times.draft_S[0], times.follow_SK[0, 0]))
+    shares = pass_shares(tuning, decision)
     where = f"batch {decision.batch}, context {decision.context}"
-    yield f"\n{where}: plain step {times.plain_S[0]:.2f} ms, c {c:.2f}, u {u:.2f}"
+    said = "steps are whole (no c, v, u)" if shares is None else f"c {shares[0]:.2f}, u {shares[1]:.2f}"
+    yield f"\n{where}: plain step {times.plain_S[0]:.2f} ms, {said}"
     yield aligned(list(_rows(tuning, decision)))
     yield reason(decision)
     if (here := ruled(tuning, decision)).key != decision.chosen.key:
@@ -82,13 +83,14 @@ def _rows(tuning: Tuning, decision: Decision) -> Iterator[list[str]]:
     for each in [*decision.candidates, *extra]:
         low, middle, high = each.band
         mark = "*" if acceptance.extrapolated(each.k) else ""
+        v = verify_share(tuning, decision, each.k)
         yield [
             ">" if each is decision.chosen else "",
             f"{each.k}{mark}" + (f" stop {stop:g}" if each in extra else ""),
             f"{survival[each.k - 1]:.3f}" if each.k and each not in extra else "",
             f"{each.tokens_S[0]:.2f}",
             f"{each.drafting:.0%}" if each.k else "",
-            f"{verify_share(decision, each.k):.2f}",
+            "" if v is None else f"{v:.2f}",
             f"{each.step_S[0]:.2f}",
             f"{each.tok_s:.1f}",
             f"{middle:.3f}",
@@ -96,8 +98,19 @@ def _rows(tuning: Tuning, decision: Decision) -> Iterator[list[str]]:
         ]
 
 
-def verify_share(decision: Decision, k: int) -> float:
+def verify_share(tuning: Tuning, decision: Decision, k: int) -> float | None:
+    """v; None where steps were timed as wholes, so that a pass alone is not known."""
+    if tuning.of.whole_steps:
+        return None
     return float(decision.times.target_SQ[0, k] / decision.times.target_SQ[0, 0])
+
+
+def pass_shares(tuning: Tuning, decision: Decision) -> tuple[float, float] | None:
+    """c and u; None as above."""
+    times = decision.times
+    if tuning.of.whole_steps:
+        return None
+    return float(times.draft_S[0] / times.target_SQ[0, 0]), float(times.follow_SK[0, 0] / times.target_SQ[0, 0])
 
 
 def _short(tuning: Tuning, study: Study) -> Iterator[str]:

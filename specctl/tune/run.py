@@ -207,6 +207,13 @@ def _notices(profile: Profile, profile_name: str, costs: StepCosts, pair: Pair) 
     notices = []
     if not costs.runs_draft and pair.draft.kind != "ngram" and not profile.whole_steps:
         notices.append(f"{profile_name}: has no draft steps: drafting is taken to cost nothing, as looking up does")
+    least = max(rows[1] - 1 for _, _, rows in costs.steps.rows())
+    if profile.whole_steps and least > 1:
+        notices.append(
+            f"{profile_name}: K below {least} was not timed everywhere; where it was not, such a step is taken to cost "
+            "as much as the least that was, the most it can, so shorter drafts may pay more than is said; profile the "
+            "engine at K = 1 too"
+        )
     if profile.provenance is None and not profile.sources:
         notices.append(f"{profile_name}: does not say where its numbers come from")
     if pair.draft.kind is None or (pair.draft.digest is None and pair.draft.kind != "ngram"):

@@ -54,7 +54,8 @@ def refusals(layout: Name, head: Eagle3Head, target: Target) -> list[str]:
         return sglang.refusals(head, target.num_layers, target.architectures)
     if layout == "original":
         return original.refusals(head, target.num_layers)
-    return speculators.refusals(head, target.name) if layout == "speculators" else vllm.refusals(head)
+    of_vllm = vllm.refusals(head, target.architectures)  # which serves both layouts
+    return of_vllm if layout == "vllm" else [*speculators.refusals(head, target.name), *of_vllm]
 
 
 def written(layout: Name, head: Eagle3Head, target: Target, num_tokens: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ once the way is known; what an engine reads is in that engine's file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from specctl.dialects.eagle3.layer import whole
@@ -26,6 +26,7 @@ IDS, NESTED, USES_TAPS, COUNT = (
 )
 ORIGINAL_COUNT = 3
 PREFIXES = (LAYER, "layers.0")
+DEEPSEEK = "Deepseek"  # how the architectures begin of targets for which engines have rules of their own
 MAX_TAPS = 64
 
 
@@ -95,6 +96,10 @@ def claims(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], shift: in
         tensors=tensors,
         dropped=dropped,
     )
+
+
+def is_deepseek(architectures: Iterable[str]) -> bool:
+    return any(name.startswith(DEEPSEEK) for name in architectures)
 
 
 def parameter_names(layer: Mapping[str, Any], norms: Mapping[str, bool], num_taps: int) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -128,21 +128,22 @@ def _by_numbers(
     return "vllm", (note,)
 
 
-def readers(stored: Stored, layout: Name) -> list[View]:
-    """What the readers of a layout make of a directory."""
+def readers(stored: Stored, layout: Name, architectures: Sequence[str] = ()) -> list[View]:
+    """What the readers of a layout make of a directory. architectures: of the target, as far as they are known."""
     config, infos, where = stored.checkpoint.config, tensors_of(stored.checkpoint), stored.where
     if layout == "speculators":
-        return [speculators.view(config, infos, where)]
-    return [_FLAT_READERS[layout](config, infos, where)]
+        return [speculators.view(config, infos, where, architectures)]
+    return [_FLAT_READERS[layout](config, infos, where, architectures)]
 
 
-def misreadings(stored: Stored, num_layers: int | None) -> Iterator[str]:
-    """In what every engine would run another head than the one that is stored, one sentence each."""
+def misreadings(stored: Stored, num_layers: int | None, architectures: Sequence[str] = ()) -> Iterator[str]:
+    """In what every engine would run another head than the one that is stored, one sentence each. num_layers,
+    architectures: of the target, as far as they are known."""
     if stored.layout == "speculators":
-        found = readers(stored, "speculators")
+        found = readers(stored, "speculators", architectures)
         yield f"{sglang.READER} does not load it: config.json names no model_type"
     else:
-        found = [view for layout in ("vllm", "sglang") for view in readers(stored, layout)]
+        found = [view for layout in ("vllm", "sglang") for view in readers(stored, layout, architectures)]
     for view in found:
         yield from view.notes
         yield from differences(stored.view, view, num_layers)

@@ -7,7 +7,7 @@ more said cannot be written this way. Names that fit nothing are passed over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.dialects.eagle3 import flat
@@ -22,8 +22,10 @@ READER = "the original EAGLE-3 program"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str) -> View:
-    """What the published program makes of a flat config.json and its tensors."""
+def view(
+    config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str, architectures: Sequence[str] = ()
+) -> View:
+    """What the published program makes of a flat config.json and its tensors, whatever the target's architectures."""
     keys = Keys(config, where)
     layer = whole(config, where) | {"attention_bias": False, "mlp_bias": False, "model_type": "llama"}
     norms = dict.fromkeys(NORMS, False)

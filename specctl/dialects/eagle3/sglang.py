@@ -15,12 +15,12 @@ one that the target gives, so it is one more than the drafted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from specctl.dialects.eagle3 import flat, vllm
-from specctl.dialects.eagle3.flat import COUNT, IDS, NESTED, ORIGINAL_COUNT
+from specctl.dialects.eagle3.flat import COUNT, IDS, NESTED, ORIGINAL_COUNT, is_deepseek
 from specctl.dialects.eagle3.layer import whole
 from specctl.dialects.eagle3.view import LM_HEAD, NORMS, View, sort_names
 from specctl.heads.eagle3 import EMBEDDING, LAYER, Eagle3Head
@@ -30,11 +30,13 @@ from specctl.shards import TensorInfo
 READER = "SGLang"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SHIFT = 1
-DEEPSEEK = "Deepseek"  # how the architectures of such targets begin
 
 
-def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str) -> View:
-    """What SGLang makes of a flat config.json and its tensors."""
+def view(
+    config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str, architectures: Sequence[str] = ()
+) -> View:
+    """What SGLang makes of a flat config.json and its tensors. architectures: of the target, as far as they are
+    known."""
     keys, outer = Keys(config, where), whole(config, where)
     layer = outer | {"attention_bias": False, "mlp_bias": False, "model_type": "llama"}
     below = flat.ids(flat.nested(config, where), f"{where}: {NESTED}")
@@ -52,7 +54,7 @@ def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str)
     found = View(
         reader=READER,
         layer=layer,
-        taps=None if below is None else tuple(sorted({index + SHIFT for index in below})),
+        taps=None if below is None else _read(below, is_deepseek(architectures)),
         num_taps=count,
         norms=norms,
         target_hidden=target_hidden,
@@ -61,6 +63,12 @@ def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str)
         dropped=(*dropped, *(name for name, ours in tensors.items() if ours in replaced)),
     )
     return replace(found, loud=tuple(_loud(config, found)), last_tap=False)
+
+
+def _read(below: tuple[int, ...], deepseek: bool) -> tuple[int, ...]:
+    """The taps that it takes ids for."""
+    shift = SHIFT if not deepseek or below[0] == 1 else 0
+    return tuple(sorted({index + shift for index in below}))
 
 
 def _loud(config: Mapping[str, Any], found: View) -> list[str]:
@@ -76,7 +84,7 @@ def _loud(config: Mapping[str, Any], found: View) -> list[str]:
     return []
 
 
-def refusals(head: Eagle3Head, num_layers: int | None, architectures: tuple[str, ...]) -> list[str]:
+def refusals(head: Eagle3Head, num_layers: int | None, architectures: Sequence[str]) -> list[str]:
     """Why SGLang cannot run this head. num_layers, architectures: of the target, where they are known."""
     named = [norm for norm in ("norm_before_residual", "norm_before_fc") if getattr(head, norm)]
     found = [f"{READER} has no code for {norm}, and the head has it: it would run another head" for norm in named]
@@ -85,7 +93,7 @@ def refusals(head: Eagle3Head, num_layers: int | None, architectures: tuple[str,
             found.append(f"{READER} builds the layer without biases, and the head has {key}")
     if head.layer["model_type"] != "llama":
         found.append(f"{READER} builds a Llama layer, the head's is of {head.layer['model_type']}")
-    found += _taps(head, num_layers, any(name.startswith(DEEPSEEK) for name in architectures))
+    found += _taps(head, num_layers, is_deepseek(architectures))
     if head.own_embedding and head.target_hidden == head.layer["hidden_size"]:
         found.append(
             f"{READER} puts the target's embedding in the place of the head's own; only where these are equal, which "

@@ -10,7 +10,7 @@ for false.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,8 +77,10 @@ def claims(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], name: str
     )
 
 
-def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str) -> View:
-    """What vLLM makes of it."""
+def view(
+    config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str, architectures: Sequence[str] = ()
+) -> View:
+    """What vLLM makes of it. architectures: of the target, as far as they are known."""
     keys, given = Keys(config, where), {k: v for k, v in _layer(config, where).items() if v is not None}
     norms = {norm: keys.boolean(norm, norm == _UNSAID) for norm in NORMS}
     lacking = [key for key in ASKED if key not in given]
@@ -93,7 +95,7 @@ def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str)
     }
     filled = unsaid | filled
     copied = {key: config[key] for key in ("draft_vocab_size", "target_hidden_size", IDS) if config.get(key)}
-    found = vllm.seen(filled | copied, infos, norms, where)
+    found = vllm.seen(filled | copied, infos, norms, where, architectures)
     if not lacking:
         return found
     loud = f"{LAYER_CONFIG} has no {lacking[0]}, and it does not ask transformers' class for it"

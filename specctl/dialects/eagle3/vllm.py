@@ -11,15 +11,18 @@ its flag is passed over, and what no tensor fills stays as memory was. t2d is no
 number; without it, rows are taken for the ids 0, 1, 2, ... With as many rows as the target has ids it must not be
 there. Embedding and output head are the target's where the directory has none. A shorter context is raised to the
 target's.
+
+Of a DeepSeek target tap 0, the embedding, is not to be had: what enters a layer is the sum of two there, of which the
+first layer has one, and the first pass fails. Of a Llama it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.dialects.eagle3 import flat
-from specctl.dialects.eagle3.flat import COUNT, IDS, NESTED, ORIGINAL_COUNT, PREFIXES, USES_TAPS
+from specctl.dialects.eagle3.flat import COUNT, IDS, NESTED, ORIGINAL_COUNT, PREFIXES, USES_TAPS, is_deepseek
 from specctl.dialects.eagle3.layer import whole
 from specctl.dialects.eagle3.view import NORMS, View, sort_names
 from specctl.heads.eagle3 import Eagle3Head
@@ -28,18 +31,30 @@ from specctl.keys import Keys
 from specctl.shards import TensorInfo
 
 READER = "vLLM"
+NO_EMBEDDING = (
+    "tap 0, the embedding, has no residual beside it yet when a DeepSeek target's first layer is entered; train a head "
+    "whose taps begin at 1 or later"
+)
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
 
-def view(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str) -> View:
-    """What vLLM makes of a flat config.json and its tensors."""
+def view(
+    config: Mapping[str, Any], infos: Mapping[str, TensorInfo], where: str, architectures: Sequence[str] = ()
+) -> View:
+    """What vLLM makes of a flat config.json and its tensors. architectures: of the target, as far as they are known."""
     inner, outer = flat.nested(config, where), Keys(config, where)
     norms = {norm: outer.boolean(norm, False) for norm in NORMS}
     norms["norm_before_fc"] = Keys(inner, f"{where}: {NESTED}").boolean("norm_before_fc", norms["norm_before_fc"])
-    return seen(config, infos, norms, where)
+    return seen(config, infos, norms, where, architectures)
 
 
-def seen(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], norms: Mapping[str, bool], where: str) -> View:
+def seen(
+    config: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    norms: Mapping[str, bool],
+    where: str,
+    architectures: Sequence[str],
+) -> View:
     """The same for a config whose norms are known."""
     keys, inner = Keys(config, where), flat.nested(config, where)
     top, below = flat.ids(config, where), flat.ids(inner, f"{where}: {NESTED}")
@@ -47,6 +62,9 @@ def seen(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], norms: Mapp
     count = keys.integer(COUNT, len(below or ()) or ORIGINAL_COUNT)
     draft_vocab = keys.integer("draft_vocab_size", layer["vocab_size"])
     tensors, dropped = sort_names(infos, PREFIXES, flat.parameter_names(layer, norms, count))
+    loud = _loud(config, infos, taps, count, dropped, draft_vocab == layer["vocab_size"], where)
+    if taps is not None and 0 in taps and is_deepseek(architectures):
+        loud.append(NO_EMBEDDING)
     return View(
         reader=READER,
         layer=layer,
@@ -57,7 +75,7 @@ def seen(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], norms: Mapp
         draft_vocab=draft_vocab,
         tensors=tensors,
         dropped=dropped,
-        loud=tuple(_loud(config, infos, taps, count, dropped, draft_vocab == layer["vocab_size"], where)),
+        loud=tuple(loud),
         notes=_notes(top, below),
     )
 
@@ -92,9 +110,9 @@ def _notes(top: tuple[int, ...] | None, below: tuple[int, ...] | None) -> tuple[
     return ()
 
 
-def refusals(head: Eagle3Head) -> list[str]:
-    """Why the layout cannot say this head."""
-    return []
+def refusals(head: Eagle3Head, architectures: Sequence[str]) -> list[str]:
+    """Why vLLM cannot run this head, which the layout can say in any case. architectures: of the target."""
+    return [f"{READER} does not run it: {NO_EMBEDDING}"] if 0 in head.taps and is_deepseek(architectures) else []
 
 
 def config(head: Eagle3Head) -> dict[str, Any]:
