@@ -109,11 +109,11 @@ def _totals(rows: TrainingRows, row_JR: list[Tensor], objective: Objective) -> l
     of a place is computed once."""
     assert rows.hidden is not None
     place_JR = [rows.place(step, row_R) for step, row_R in enumerate(row_JR)]
-    place_P, index = torch.cat(place_JR).unique(return_inverse=True)
+    place_P, index = torch.unique(torch.cat(place_JR), return_inverse=True)
     total_P = objective.totals(rows.hidden.final_TD[place_P])
     if total_P is None:
         return [None] * len(row_JR)
-    return list(total_P[index].split([len(row_R) for row_R in row_JR]))
+    return list(torch.split(total_P[index], [len(row_R) for row_R in row_JR]))
 
 
 def _run_step(step: Callable[[Tensor], tuple[Tensor, ...]], read_TD: Tensor) -> tuple[Tensor, ...]:

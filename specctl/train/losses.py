@@ -63,7 +63,7 @@ class Objective:
         if not self.compares or self.teacher_rows is None:
             return None
         with torch.autocast(teacher_RE.device.type, enabled=False):
-            total_R = [self.teacher_logits(chunk_CE).logsumexp(-1) for chunk_CE in teacher_RE.split(self.chunk)]
+            total_R = [self.teacher_logits(chunk_CE).logsumexp(-1) for chunk_CE in torch.split(teacher_RE, self.chunk)]
         return torch.cat(total_R)
 
     def teacher_logits(self, teacher_CE: Tensor, rows_VE: Tensor | None = None) -> Tensor:
