@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,21 @@ GIB = 2**30
 SPARE = 4 * GIB  # for whoever else is there
 BUFFERS = {"ce": SMALLEST_CHUNK_BUFFERS, "kl": TEACHER_BUFFERS}  # of a chunk's logits, as --plan reckons
 AUTOGRAD = {"ce": 4, "kl": 9}  # the same of sums written out; only to see whether they fit
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Labelled rows, and what they are scored with. teacher_RD, teacher_head: the target's, for kl."""
+
+    final_RD: Tensor
+    weight: nn.Parameter
+    label_R: Tensor
+    teacher_RD: Tensor | None
+    teacher_head: Tensor | None
+
+    def first(self, count: int) -> Rows:
+        teacher_RD = None if self.teacher_RD is None else self.teacher_RD[:count]
+        return replace(self, final_RD=self.final_RD[:count], label_R=self.label_R[:count], teacher_RD=teacher_RD)
 
 
 def main() -> None:
@@ -98,14 +114,15 @@ def measure(loss: str, chunk: int, tokens: int, vocab: int, hidden: int) -> dict
     weight = nn.Parameter(drawn(vocab))
     final_RD.grad, weight.grad = torch.zeros_like(final_RD), torch.zeros_like(weight)
     label_R = torch.randint(0, vocab, (tokens,), generator=generator)
-    teacher = (drawn(tokens).mul_(50), drawn(vocab)) if loss == "kl" else None
+    teacher = (drawn(tokens).mul_(50), drawn(vocab)) if loss == "kl" else (None, None)
+    rows = Rows(final_RD, weight, label_R, *teacher)
     run = plain if chunk == 0 else chunked
     # What torch makes when it first multiplies is there before, too.
-    run(loss, 8, final_RD[:8], weight, label_R[:8], teacher)
+    run(loss, 8, rows.first(8))
     before = anonymous()
     with Peak() as peak:
         begin = time.perf_counter()
-        run(loss, chunk, final_RD, weight, label_R, teacher)
+        run(loss, chunk, rows)
         seconds = time.perf_counter() - begin
     return {
         "before_gib": round(before / GIB, 3),
@@ -115,37 +132,23 @@ def measure(loss: str, chunk: int, tokens: int, vocab: int, hidden: int) -> dict
     }
 
 
-def chunked(
-    loss: str,
-    chunk: int,
-    final_RD: Tensor,
-    weight: nn.Parameter,
-    label_R: Tensor,
-    teacher: tuple[Tensor, Tensor] | None,
-) -> None:
+def chunked(loss: str, chunk: int, rows: Rows) -> None:
     """As specctl trains."""
-    head = None if teacher is None else (lambda rows_RD: rows_RD @ teacher[1].T)
+    head = None if rows.teacher_head is None else (lambda rows_RD: rows_RD @ rows.teacher_head.T)
     objective = Objective(**{"ce": 0.0, loss: 1.0}, chunk=chunk, teacher_head=head)
-    weight_R = torch.full((len(label_R),), 1 / len(label_R), dtype=torch.float64)
-    scored = Scored(final_RD, label_R, weight_R, None if teacher is None else teacher[0][: len(label_R)])
-    total, _ = objective(scored, OutputHead(weight, len(weight)))
+    weight_R = torch.full((len(rows.label_R),), 1 / len(rows.label_R), dtype=torch.float64)
+    scored = Scored(rows.final_RD, rows.label_R, weight_R, rows.teacher_RD)
+    total, _ = objective(scored, OutputHead(rows.weight, len(rows.weight)))
     total.backward()
 
 
-def plain(
-    loss: str,
-    chunk: int,
-    final_RD: Tensor,
-    weight: nn.Parameter,
-    label_R: Tensor,
-    teacher: tuple[Tensor, Tensor] | None,
-) -> None:
+def plain(loss: str, chunk: int, rows: Rows) -> None:
     """As one writes it down."""
-    logits_RV = final_RD @ weight.T
-    if teacher is None:
-        F.cross_entropy(logits_RV, label_R).backward()
+    logits_RV = rows.final_RD @ rows.weight.T
+    if rows.teacher_RD is None or rows.teacher_head is None:
+        F.cross_entropy(logits_RV, rows.label_R).backward()
         return
-    log_p_RV = (teacher[0][: len(label_R)] @ teacher[1].T).log_softmax(-1)
+    log_p_RV = (rows.teacher_RD @ rows.teacher_head.T).log_softmax(-1)
     F.kl_div(logits_RV.log_softmax(-1), log_p_RV, reduction="batchmean", log_target=True).backward()
 
 

@@ -11,7 +11,7 @@ from specctl.engine.sequence import Sequence
 from specctl.engine.stats import SpeculationCounters
 from specctl.errors import RequestError, UsageError
 from specctl.options import DecodingOptions, ModelOptions
-from specctl.output import to_json
+from specctl.output import say, to_json
 from specctl.pair import OpenedDraft, Target, build_engine, effective_k, open_draft, open_policy, open_target
 from specctl.prompts import Prompt
 from specctl.sampling.params import Accept
@@ -52,10 +52,6 @@ def generate(
     else:
         _show("".join(_entry(prompt, choice) for prompt, choices in asked for choice in choices))
     say(_summary(engine.stats.speculation, accept))
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
 
 
 def _ask(

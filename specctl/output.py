@@ -1,4 +1,5 @@
-"""Writing results: complete or not at all, never over what is there unless told so. It knows nothing about what."""
+"""Writing results: complete or not at all, never over what is there unless told so; and saying something meanwhile. It
+knows nothing about what."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ import math
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specctl.errors import CapacityError, UsageError
+
+
+def say(sentence: str) -> None:
+    """A line for people, at once; results alone go to stdout."""
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import chat_templates as shapes
+import pyarrow
 import pytest
 import tiny
 from conftest import Ran, Run
 from fixtures import Make
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from specctl.errors import RequestError
 from specctl.finetune.conversations import read_row
@@ -372,14 +374,12 @@ def test_json_files(dry: DryRun, tmp_path: Path) -> None:
 
 def test_parquet(dry: DryRun, tmp_path: Path) -> None:
     """Its columns hold a null for every key that some other row has."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [
         {"id": "a", "messages": HI, "text": None},
         {"id": "b", "messages": [{**HI[0], "name": "Ann"}, {**HI[1], "weight": 0}], "text": None},
         {"id": "c", "messages": None, "text": "abc"},
     ]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     found = dry(tmp_path / "data.parquet")
     assert [each["id"] for each in found.dump] == ["a", "c"]
     assert found.skips == {"b": (2, "has no answer in it")}
@@ -432,7 +432,6 @@ def test_files_that_are_not_there(dry: DryRun, tmp_path: Path) -> None:
 
 
 def test_a_hub_data_set_that_cannot_be_had(dry: DryRun) -> None:
-    pytest.importorskip("datasets")
     found = dry("org/absent:test")
     assert found.code == 2
     assert "org/absent: no such file, and the hub data set org/absent:test cannot be had" in found.err

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import tiny
 from fixtures import Make
 from local_data_hub import local_data_hub
-
-pytest.importorskip("datasets")
 
 ROWS = {
     "train": [{"id": "a", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ok"}]}],

@@ -115,6 +115,23 @@ def test_experts_by_group_are_experts_one_by_one(count: int, serve: bool) -> Non
     torch.testing.assert_close(moe(x_TD), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_experts_serve_as_they_were_however_they_are_kept(
+    count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one thread as they are, for several packed as everything else is."""
+    moe = filled(MoE(16, 8, 0, NOAUX), dtype=torch.float32)
+    x_TD = torch.randn(count, 16, generator=torch.Generator().manual_seed(3))
+    expected = moe(x_TD)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for expert in moe.experts.each():
+        expert.prepare("serve", single=True)
+        assert hasattr(expert.down_proj, "weight") == (threads == 1 or not torch.backends.mkldnn.is_available())
+    moe.prepare("serve")
+    torch.testing.assert_close(moe(x_TD), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_shared_experts_take_every_row_unweighted() -> None:
     with_shared = filled(MoE(WIDTH, 6, 12, GREEDY))
     x_TD = rows(5)

@@ -13,7 +13,7 @@ from specctl.bench.render import markdown, terminal
 from specctl.bench.run import Measured, measure
 from specctl.errors import GateFailed, UsageError
 from specctl.options import DecodingOptions, ModelOptions
-from specctl.output import new_directory, new_file, to_json
+from specctl.output import new_directory, new_file, say, to_json
 from specctl.pair import open_draft, open_target
 from specctl.prompts import Prompt
 from specctl.schemas.report import Report
@@ -94,11 +94,6 @@ def first_fault(report: Report) -> str | None:
                 f"{worst.prompt}, token {worst.position} of the answer; {gap}, which is no near-tie"
             )
     return None
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()
 
 
 def _measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from specctl.finetune.options import RunOptions
 from specctl.finetune.report import report, write_dump, write_report
 from specctl.finetune.show import legend, show, wants_colours
 from specctl.hub import locate
-from specctl.output import new_file
+from specctl.output import new_file, say
 from specctl.pair import has_tokenizer
 from specctl.schemas.recipe import Recipe
 from specctl.text.tokenizer import Tokenizer
@@ -72,7 +71,7 @@ def finetune(recipe: Recipe, look: Look, outputs: Outputs, options: RunOptions) 
         if not look:
             return _train(recipe, options, written)
         tokenizer = _tokenizer(recipe)
-        data = load_examples(recipe, tokenizer, say=_say)
+        data = load_examples(recipe, tokenizer, say=say)
         done = _look(recipe, look, options, data, tokenizer)
         if dump is not None:
             write_dump(dump, data)
@@ -85,7 +84,7 @@ def _train(recipe: Recipe, options: RunOptions, written: Path | None) -> Done:
     from specctl.finetune.run import run
 
     with joined() as world:
-        result = run(recipe, options, _say, world)
+        result = run(recipe, options, say, world)
     if result is None:
         return NOTHING
     value = report(result.data, result.losses, result.lrs)
@@ -122,8 +121,3 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     if not has_tokenizer(path):
         raise CheckpointError(f"{recipe.target}: has no tokenizer; copy the model's tokenizer files there")
     return Tokenizer(path)
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from specctl.checkpoint import Checkpoint
 from specctl.errors import UsageError
@@ -24,15 +25,17 @@ def plan_start(recipe: Recipe, target: Checkpoint, tokenizer: Tokenizer | None, 
     """
     if recipe.kind == "llama":
         return plan_llama(recipe.draft, target, tokenizer)
-    vocabulary = draft_vocabulary(recipe, target, tokenizer, data)
+    vocabulary = _vocabulary(recipe, target, tokenizer, data)
     ids_V = None if vocabulary is None else vocabulary.ids_V
     start = (plan_mtp if recipe.kind == "mtp" else plan_eagle3)(recipe.draft, target, ids_V)
+    if vocabulary is not None:
+        start = replace(start, notes=(vocabulary.words,))
     if recipe.loss.feature > 0:
         _check_width(recipe, start.skeleton().width, _config(target).hidden_size)
     return start
 
 
-def draft_vocabulary(
+def _vocabulary(
     recipe: Recipe, target: Checkpoint, tokenizer: Tokenizer | None, data: DataSet | None
 ) -> DraftVocabulary | None:
     """The tokens that the draft can say; None when these are all of the target's."""

@@ -23,7 +23,7 @@ from specctl.drafts import Trainable
 from specctl.errors import UsageError
 from specctl.finetune.data import DataSet, load_examples
 from specctl.finetune.interrupt import Interrupts
-from specctl.finetune.kinds import draft_vocabulary, plan_start
+from specctl.finetune.kinds import plan_start
 from specctl.finetune.memory import anonymous
 from specctl.finetune.options import RunOptions
 from specctl.finetune.plan import chain_of, make_feed, make_plan, needs_states, training_dtype
@@ -127,9 +127,8 @@ def _prepare(recipe: Recipe, options: RunOptions, workspace: Workspace, say: Say
     plan.check()
     _check_ids(data, start)
     say(f"draft: {start.words}, {plan.parameters / 1e6:,.1f} M parameters; {plan.steps} steps, {plan.labels} labels")
-    vocabulary = draft_vocabulary(recipe, models.checkpoint, models.tokenizer, data)
-    if vocabulary is not None:
-        say(vocabulary.words)
+    for note in start.notes:
+        say(note)
     validator, first_look = _validators(recipe, models, data, say)
     teacher = None
     if states is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +24,13 @@ class Learner(Drafter, Trainable, Protocol):
 @dataclass(frozen=True)
 class Start(ABC):
     """words: what it is, for people. config: the draft's config.json. source: where its weights come from, None for
-    random ones. vocab_size: ids that mean the same to draft and target."""
+    random ones. vocab_size: ids that mean the same to draft and target. notes: what else is to be said of it."""
 
     words: str
     config: dict[str, Any]
     source: Checkpoint | None
     vocab_size: int
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     @abstractmethod

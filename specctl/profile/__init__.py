@@ -2,6 +2,6 @@
 an engine that runs somewhere (served/).
 
 Reading order: timing (medians, turns), grid (which cells), clockwork (timing many things in turn), passes (what a cell
-runs), overheads (what the engine adds), run; same, whole, merge and base (cells put into another profile); command and
-render around it.
+runs), overheads (what the engine adds), run; same, whole, merge and base (cells put into another profile); places (the
+batches and contexts of any of them); command and render around it.
 """

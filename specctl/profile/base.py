@@ -52,10 +52,3 @@ def open_base(name: str, offer: Offer) -> Base:
             flag = f"--{key.replace('_', '-')}"
             raise UsageError(f"{flag}: {path} has steps of its own model, so leave it out")
     return Base(found, str(path))
-
-
-def usual_batches(base: Base | None, usual: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `usual` that the profile has, its smallest if none."""
-    if base is None:
-        return usual
-    return tuple(b for b in usual if b in base.batches) or tuple(base.batches[:1])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from specctl.bench.command import say
 from specctl.options import ModelOptions
-from specctl.output import new_file, to_json
+from specctl.output import new_file, say
 from specctl.pair import open_draft, open_target
-from specctl.profile.base import Base, usual_batches
+from specctl.profile.base import Base
 from specctl.profile.grid import CONTEXTS, choose_grid
 from specctl.profile.merge import merge
-from specctl.profile.render import as_yaml, check_name, table
+from specctl.profile.places import usual_batches
+from specctl.profile.render import as_yaml, check_name, show, table
 from specctl.profile.run import identity, measure
 
 BATCHES = (1, 2, 4, 8)
@@ -53,9 +52,5 @@ def profile(target_name: str, draft_name: str | None, model: ModelOptions, wishe
         notices: list[str] = []
         if base is not None:
             found, notices = merge(base.profile, base.where, found, wishes.same_model)
-        value = found.model_dump(mode="json", by_alias=True)
-        file.write_text(as_yaml(value), encoding="utf-8")
-    for notice in notices:
-        say(f"note: {notice}")
-    sys.stdout.write(to_json(value) + "\n" if as_json else table(found))
-    say(f"written: {wishes.output}")
+        file.write_text(as_yaml(found), encoding="utf-8")
+    show(found, table(found), notices, wishes.output, as_json=as_json)

@@ -8,6 +8,7 @@ from specctl.bench.passes import cache_shape
 from specctl.errors import CapacityError, UsageError
 from specctl.kv.cache import KVCache
 from specctl.pair import GIB, OpenedDraft, Target, free_memory
+from specctl.profile.places import choose_contexts
 
 ROWS = tuple(range(1, 10))
 """Of each sequence: a plain step, and the verification of 1 to 8 tokens."""
@@ -49,18 +50,10 @@ def choose_grid(
         holds = min(holds, draft.drafter.max_length - max(rows))
     if holds < 1:
         raise UsageError(f"{target.name}: a context of {target.max_length} tokens is too short to be profiled")
-    if contexts is None:
-        contexts = tuple(c for c in usual if c <= holds) or (max(1, holds // 2),)
-    for flag, values in (("--batches", batches), ("--contexts", contexts)):
-        if len(set(values)) < len(values):
-            raise UsageError(f"{flag} {','.join(map(str, values))}: names one twice")
-    if max(contexts) > holds:
-        raise UsageError(
-            f"--contexts {max(contexts)}: with {max(rows)} rows of a step behind it, the longest that fits into the "
-            f"context is {holds}"
-        )
+    why = f"with {max(rows)} rows of a step behind it, the longest that fits into the context"
+    contexts = choose_contexts(batches, contexts, usual, holds, why)
     prompts = tuple(n for n in PROMPTS if n <= holds) or (holds,)
-    grid = Grid(tuple(sorted(batches)), tuple(sorted(contexts)), rows, prompts)
+    grid = Grid(tuple(sorted(batches)), contexts, rows, prompts)
     _check_memory(grid, target, draft)
     return grid
 

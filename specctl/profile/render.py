@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from specctl.errors import UsageError
+from specctl.output import say, to_json
+from specctl.schemas.base import Document
 from specctl.schemas.profile import Profile, StepCell
 
 DIGITS = 6
@@ -27,9 +31,18 @@ def check_name(output: Path) -> None:
         raise UsageError(f"--output {output}: expected a name that ends in .yaml")
 
 
-def as_yaml(value: dict[str, Any]) -> str:
+def as_yaml(document: Document) -> str:
     """YAML whose lists and innermost mappings stand on one line each. Numbers keep six significant digits."""
-    return yaml.safe_dump(_rounded(value), sort_keys=False, default_flow_style=None, width=2**16, allow_unicode=True)
+    value = _rounded(document.model_dump(mode="json", by_alias=True))
+    return yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=2**16, allow_unicode=True)
+
+
+def show(profile: Profile, text: str, notices: Iterable[str], output: Path, *, as_json: bool) -> None:
+    """What came of it: notes, and where it is written, for people; the text, or as_json the profile, to stdout."""
+    for notice in notices:
+        say(f"note: {notice}")
+    sys.stdout.write(to_json(profile.model_dump(mode="json", by_alias=True)) + "\n" if as_json else text)
+    say(f"written: {output}")
 
 
 def table(profile: Profile) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from specctl.bench.command import first_fault, say
+from specctl.bench.command import first_fault
 from specctl.bench.options import BenchOptions
 from specctl.bench.render import aligned
 from specctl.bench.run import measure
 from specctl.errors import GateFailed, UsageError
 from specctl.options import DecodingOptions, ModelOptions
-from specctl.output import new_directory, to_json
+from specctl.output import new_directory, say, to_json
 from specctl.pair import OpenedDraft, Target, free_memory, open_draft, open_target
 from specctl.prompts import Prompt
 from specctl.quickstart import plan as planning

@@ -64,7 +64,7 @@ def tune(
         grid, rows=tuple(q for q in grid.rows if q <= LONGEST_K + 1), prompts=(min(PROMPT, *grid.prompts[-1:]),)
     )
     profile = measure(target, draft, grid, REPEATS)
-    (directory / PROFILE).write_text(as_yaml(profile.model_dump(mode="json", by_alias=True)), encoding="utf-8")
+    (directory / PROFILE).write_text(as_yaml(profile), encoding="utf-8")
     prompts = prompts[:TRACED]
     say(f"tracing {len(prompts)} prompts")
     batch = min(TRACED_AT_ONCE, len(prompts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from specctl.errors import CheckpointError, UsageError
 from specctl.options import DecodingOptions, ModelOptions
+from specctl.output import say
 from specctl.pair import OpenedDraft, Target, build_engine, constant, open_draft, open_policy, open_target
 from specctl.prompts import Prompt
 from specctl.sampling.params import Accept
@@ -55,11 +55,6 @@ def serve(target_name: str, model: ModelOptions, decoding: DecodingOptions, opti
         finally:
             # The process ends now, and Python would look through all of torch for garbage first, for seconds.
             gc.freeze()
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()
 
 
 def open_serving(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from specctl.errors import UsageError
 from specctl.options import DecodingOptions, ModelOptions
-from specctl.output import new_directory, new_file, to_json
+from specctl.output import new_directory, new_file, say, to_json
 from specctl.prompts import Prompt
 from specctl.schemas.profile import Profile
 from specctl.tune import render
@@ -119,11 +119,6 @@ def _known(
             value = divergence.model_dump(mode="json", by_alias=True)
             files.divergence.write_text(to_json(value) + "\n", encoding="utf-8")
     return trace, lossy
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()
 
 
 def _open(wishes: Wishes, stack: ExitStack) -> _Files:

@@ -26,7 +26,7 @@ acceptance as it was counted and the spread of the profile leave open. >: chosen
 
 
 def policy_yaml(tuning: Tuning) -> str:
-    return as_yaml(tuning.policy.model_dump(mode="json", by_alias=True))
+    return as_yaml(tuning.policy)
 
 
 def terminal(tuning: Tuning, study: Study, answer: Answer | None = None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specctl.errors import GateFailed, UsageError
 from specctl.options import DecodingOptions, ModelOptions
-from specctl.output import new_file, to_json
+from specctl.output import new_file, say, to_json
 from specctl.prompts import Prompt
 from specctl.schemas.gates import GatesFile, Regression, find_gates, read_gates
 from specctl.schemas.validation import Validation
@@ -100,8 +100,3 @@ def _gates(wishes: Wishes, of_report: bool) -> tuple[GatesFile, Path]:
 
 def report(validation: Validation) -> str:
     return to_json(validation.model_dump(mode="json", by_alias=True)) + "\n"
-
-
-def say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()

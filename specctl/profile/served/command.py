@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specctl.errors import UsageError
-from specctl.output import new_file, to_json
-from specctl.profile.base import Base, usual_batches
+from specctl.output import new_file, say
+from specctl.profile.base import Base
 from specctl.profile.merge import gaps, merge
-from specctl.profile.render import as_yaml, check_name, whole_table
+from specctl.profile.places import usual_batches
+from specctl.profile.render import as_yaml, check_name, show, whole_table
 from specctl.profile.same import Identity
 from specctl.profile.served.document import Said, document, identity, measured_prefill
 from specctl.profile.served.engine import Served, open_engine
@@ -58,12 +58,8 @@ def profile_engine(wishes: EngineWishes, *, as_json: bool) -> None:
         if base is not None:
             base.check(of, wishes.same_model, [(spot.batch, spot.context) for spot in plan.spots])
         found, notices = _measured(served, plan, wishes, of, base)
-        value = found.model_dump(mode="json", by_alias=True)
-        file.write_text(as_yaml(value), encoding="utf-8")
-    for notice in notices:
-        _say(f"note: {notice}")
-    sys.stdout.write(to_json(value) + "\n" if as_json else whole_table(found))
-    _say(f"written: {wishes.output}")
+        file.write_text(as_yaml(found), encoding="utf-8")
+    show(found, whole_table(found), notices, wishes.output, as_json=as_json)
 
 
 def _plan(served: Served, wishes: EngineWishes, base: Base | None) -> Plan:
@@ -82,7 +78,7 @@ def _plan(served: Served, wishes: EngineWishes, base: Base | None) -> Plan:
 def _measured(
     served: Served, plan: Plan, wishes: EngineWishes, of: Identity, base: Base | None
 ) -> tuple[Profile, list[str]]:
-    readings = measure_engine(served, plan, _say)
+    readings = measure_engine(served, plan, say)
     found = document(served, plan, readings, of, None if base is None else base.profile)
     if base is None:
         unnamed = [] if wishes.said.hardware else ["an engine does not tell its hardware; say it with --hardware"]
@@ -94,9 +90,9 @@ def _measured(
 def _say_who(served: Served, kind: str) -> None:
     version = f" {served.version}" if served.version else ""
     drafts = "does not speculate" if served.speculation is None else "speculates"
-    _say(f"{served.wire.url}: {served.engine}{version} serves {served.model} and {drafts}")
+    say(f"{served.wire.url}: {served.engine}{version} serves {served.model} and {drafts}")
     if served.engine != kind:
-        _say(f"note: it speaks the API of {kind} and is {served.engine}, whose steps these are")
+        say(f"note: it speaks the API of {kind} and is {served.engine}, whose steps these are")
 
 
 def _key(file: Path | None) -> str | None:
@@ -110,8 +106,3 @@ def _key(file: Path | None) -> str | None:
     if not keys:
         raise UsageError(f"--api-key-file {file}: has no key in it; expected one a line")
     return keys[0]
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specctl.errors import UsageError
+from specctl.profile.places import choose_contexts
 from specctl.profile.served.engine import Served
 from specctl.profile.served.meter import Meter, Spot
 from specctl.profile.served.steps import Round
@@ -79,18 +80,13 @@ def make_plan(
         raise UsageError(
             f"--steps {steps}: {served.wire.url} holds texts of {served.max_length} tokens; ask for fewer steps"
         )
-    if contexts is None:
-        contexts = tuple(c for c in usual if c <= holds) or (max(1, holds // 2),)
-    for flag, values in (("--batches", batches), ("--contexts", contexts)):
-        if len(set(values)) < len(values):
-            raise UsageError(f"{flag} {','.join(map(str, values))}: names one twice")
-    if max(contexts) > holds:
-        raise UsageError(
-            f"--contexts {max(contexts)}: {served.wire.url} holds texts of {served.max_length} tokens, so with {steps} "
-            f"steps around it the longest context is {holds}"
-        )
+    why = (
+        f"{served.wire.url} holds texts of {served.max_length} tokens, so with {steps} steps around it the longest "
+        "context"
+    )
+    contexts = choose_contexts(batches, contexts, usual, holds, why)
     sizes = {n for n in (*PROMPTS, *contexts) if n < served.max_length}
-    return Plan(tuple(sorted(batches)), tuple(sorted(contexts)), tuple(sorted(sizes)), repeats, steps, forced)
+    return Plan(tuple(sorted(batches)), contexts, tuple(sorted(sizes)), repeats, steps, forced)
 
 
 def measure_engine(served: Served, plan: Plan, progress: Callable[[str], None] = lambda sentence: None) -> Readings:
